@@ -1,0 +1,259 @@
+"""What a sample is: the data sets, their transform, and what the device does to a batch. Yours to change.
+
+    build(cfg.data, seed)  ->  Datasets(train, val, classes)
+
+A data set is an ordinary `torch.utils.data.Dataset`: `len()`, and `[index]` giving a uint8 image array and a label (or
+any tuple of arrays and numbers whose shapes don't change). Put your own in the place of `Images`; `build` returns it.
+
+Two rules make it fast. Images stay uint8 until they are on the device: a quarter of the bytes to move, and the device
+normalises for nothing (`Prepare`). And a data set holds few Python objects: a list of a million names is copied, page
+by page, into each worker that reads it; arrays are not (`fasttrain/folder.py`).
+
+One rule keeps a run repeatable: draw only from Python's, NumPy's or torch's global generators. They are seeded for each
+sample from (seed, epoch, index), so its augmentation depends neither on the workers nor on the number of processes.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from loguru import logger
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from fasttrain import folder, images
+from fasttrain.errors import UserError
+
+if TYPE_CHECKING:
+    from config import Data
+
+Sample = tuple[NDArray[np.uint8], int]
+IN_MEMORY = ("fashion_mnist", "cifar10")  # the data sets that torchvision fetches
+
+
+# ---- a sample --------------------------------------------------------------------------------------------------------
+
+
+def transform(image: images.Picture, cfg: Data, train: bool) -> NDArray[np.uint8]:
+    """One image to uint8 RGB [image_size, image_size, 3]: the place for your own augmentation.
+
+    `image` is a file not yet decoded: the crops below decode it only as finely as they need, which for large photos
+    saves a quarter of the time. `image.pixels()` decodes all of it, uint8 [height, width, 3]. So with torchvision's
+    transforms, and `augment = v2.Compose([...])` in this file, the body may read
+
+        pixels = torch.from_numpy(image.pixels().copy()).permute(2, 0, 1)
+        return augment(pixels).permute(1, 2, 0).numpy()
+
+    and with albumentations `return augment(image=image.pixels())["image"]`. What can be done for a whole batch at once,
+    as mixup in `Prepare`, is better done on the device: here it costs a core.
+    """
+    if not train:
+        return images.center(image, cfg.image_size)
+    least, most = cfg.crop_scale
+    pixels = images.random_resized_crop(image, cfg.image_size, (least, most))
+    return images.flip(pixels) if random.random() < cfg.flip else pixels
+
+
+class Images(Dataset[Sample]):
+    """An image folder, decoded as it is read.
+
+    Raises, from [index]:
+        ImageError: a file that can't be read or decoded, by name.
+    """
+
+    def __init__(self, listing: folder.Listing, cfg: Data, train: bool) -> None:
+        self.listing, self.cfg, self.train = listing, cfg, train
+
+    def __len__(self) -> int:
+        return len(self.listing)
+
+    def __getitem__(self, index: int) -> Sample:
+        path = self.listing.path(index)
+        try:
+            with open(path, "rb") as file:
+                data = file.read()
+        except OSError as error:
+            raise images.ImageError(path, f"can't be read ({error.strerror})") from error
+        return transform(images.Picture(data, path), self.cfg, self.train), self.listing.label(index)
+
+
+class Arrays(Dataset[Sample]):
+    """Images of one size that fit in memory.
+
+    Args:
+        pixels: uint8 [n, height, width] (gray) or [n, height, width, 3].
+        labels: whole numbers [n].
+    """
+
+    def __init__(self, pixels: NDArray[np.uint8], labels: Any, cfg: Data, train: bool) -> None:
+        self.pixels, self.labels = pixels, np.asarray(labels, dtype=np.int64)
+        self.cfg, self.train = cfg, train
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        return transform(images.Picture.of(self.pixels[index]), self.cfg, self.train), int(self.labels[index])
+
+
+# ---- the data sets of a run ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Datasets:
+    """What train.py trains on. A label is a place in `classes`, which are saved in each checkpoint."""
+
+    train: Dataset[Sample]
+    val: Dataset[Sample]
+    classes: list[str]
+
+
+def build(cfg: Data, seed: int) -> Datasets:
+    """The training and validation images that ``data.path`` names.
+
+    Raises:
+        UserError: the folder holds no classes or images, too few to split, or validation classes that training lacks.
+    """
+    if cfg.path in IN_MEMORY:
+        train, classes = _from_torchvision(cfg, train=True)
+        val, _ = _from_torchvision(cfg, train=False)  # the published test set
+        return Datasets(train, val, classes)
+    train_files, val_files = _train_and_val(_image_folder(cfg, seed), cfg.val_fraction, seed)
+    return Datasets(Images(train_files, cfg, train=True), Images(val_files, cfg, train=False), train_files.classes)
+
+
+def build_split(cfg: Data, seed: int, split: str, classes: Sequence[str]) -> Dataset[Sample]:
+    """One part of the data as validation sees it, without augmentation: for `python -m fasttrain evaluate`.
+
+    Args:
+        split: train, val or test (the folder test/), or all: every image of a folder that has one folder a class.
+        classes: the checkpoint's classes. Labels follow them, whatever folders are here.
+
+    Raises:
+        UserError: there is no such part, or it has a class that the checkpoint doesn't know.
+    """
+    if cfg.path in IN_MEMORY:
+        if split == "all":
+            raise UserError(f"split=all: {cfg.path} is divided already; use train, val or test (val and test are one)")
+        found, names = _from_torchvision(cfg, train=split == "train", augment=False)
+        if names != list(classes):
+            mine, theirs = ", ".join(classes), ", ".join(names)
+            raise UserError(f"data.path={cfg.path}: its classes ({theirs}) are not those of the checkpoint ({mine})")
+        return found
+    root = _image_folder(cfg, seed)
+    if split in ("train", "val"):
+        files = _train_and_val(root, cfg.val_fraction, seed)[0 if split == "train" else 1]
+    elif split == "test":
+        if not (root / "test").is_dir():
+            raise UserError(f"split=test: there is no folder {folder.printable(root / 'test')}")
+        files = folder.scan(root / "test")
+    elif split == "all":
+        if (root / "train").is_dir():
+            raise UserError(
+                f"split=all: {folder.printable(root)} is divided already; use train, val or test, or name a folder of "
+                f"classes: data.path={folder.printable(root / 'train')}"
+            )
+        files = folder.scan(root)
+    else:
+        raise UserError(f"split={split}: expected train, val, test or all")
+    return Images(files.with_classes(classes), cfg, train=False)
+
+
+def _image_folder(cfg: Data, seed: int) -> Path:
+    """The folder that ``data.path`` means; the demo's is drawn on first use."""
+    if cfg.path != "shapes":
+        return Path(cfg.path)
+    root = Path(cfg.root) / "shapes"
+    if not root.exists():
+        from fasttrain import shapes  # only the demo needs it
+
+        logger.info("drawing the demo's images into {} (once, a few seconds)", root)
+        shapes.draw(root)  # not from this run's seed: other runs would find other images than they expect
+    return root
+
+
+def _train_and_val(root: Path, fraction: float, seed: int) -> tuple[folder.Listing, folder.Listing]:
+    """train/ and val/ if both are there; else `fraction` of what is there is split off, the same for the same seed."""
+    inside = root / "train" if (root / "train").is_dir() else root
+    found = folder.scan(inside)
+    val = next((root / name for name in ("val", "valid", "validation") if (root / name).is_dir()), None)
+    if val is not None and inside != root:
+        return found, folder.scan(val).with_classes(found.classes)
+    train, held_out = folder.split(found, fraction, seed)
+    logger.info("{} images: {} to train on, {} split off for validation", len(found), len(train), len(held_out))
+    return train, held_out
+
+
+def _from_torchvision(cfg: Data, train: bool, augment: bool = True) -> tuple[Arrays, list[str]]:
+    """A data set that torchvision knows: the copy in ``data.root`` if there is one, else fetched into it."""
+    from torchvision import datasets  # half a second, so only where it is used
+
+    kind, place = {
+        "fashion_mnist": (datasets.FashionMNIST, "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz"),
+        "cifar10": (datasets.CIFAR10, "cifar-10-python.tar.gz"),
+    }[cfg.path]
+    patience = socket.getdefaulttimeout()
+    try:
+        try:
+            found = kind(cfg.root, train=train)
+        except RuntimeError:  # not there yet
+            logger.info("fetching {} into {}", cfg.path, cfg.root)
+            socket.setdefaulttimeout(30)  # seconds without an answer; torchvision itself would wait for ever
+            found = kind(cfg.root, train=train, download=True)
+    except (RuntimeError, OSError, ValueError, EOFError) as error:  # no network, or files cut off by an earlier kill
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"data.path={cfg.path}: not usable in {cfg.root} and not to be downloaded ({reason}); "
+            f"put {place} there, or set data.path to an image folder"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(patience)
+    return Arrays(np.asarray(found.data), found.targets, cfg, train=train and augment), list(found.classes)
+
+
+# ---- on the device ---------------------------------------------------------------------------------------------------
+
+
+class Prepare:
+    """A batch as the loader brings it to what the network takes, on the device.
+
+    Args:
+        classes: number of classes, the width of mixed labels.
+        mixup, cutmix: strengths (alpha), 0 is off. With both, one of them is drawn for each batch.
+    """
+
+    def __init__(self, cfg: Data, classes: int, device: torch.device, mixup: float = 0.0, cutmix: float = 0.0) -> None:
+        # (x / 255 - mean) / std as x * scale + shift; made here, since a copy from the host in a step is a sync.
+        mean, std = torch.tensor(cfg.mean), torch.tensor(cfg.std)
+        self.scale = (1 / (255 * std)).view(3, 1, 1).to(device)
+        self.shift = (-mean / std).view(3, 1, 1).to(device)
+        self.mix: Any = None
+        if mixup or cutmix:
+            from torchvision.transforms import v2  # half a second, so only where it is used
+
+            makers = [(v2.MixUp, mixup), (v2.CutMix, cutmix)]  # they draw on the CPU: no sync
+            self.mix = v2.RandomChoice([make(alpha=alpha, num_classes=classes) for make, alpha in makers if alpha])
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor, mix: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalise, and mix if asked to and switched on.
+
+        Args:
+            images: uint8 (N, H, W, 3) on the device.
+            labels: int64 (N,).
+            mix: True in training, False in validation.
+
+        Returns:
+            images: float32 (N, 3, H, W) in channels_last order: permuting only renames the axes, nothing is moved.
+            labels: as they came, or float32 (N, classes) that sum to 1 where images were mixed.
+        """
+        normalised = (images.permute(0, 3, 1, 2) * self.scale).add_(self.shift)
+        if mix and self.mix is not None:
+            normalised, labels = self.mix(normalised, labels)
+        return normalised, labels

@@ -1,0 +1,34 @@
+"""``python -m fasttrain COMMAND``: the commands of fasttrain/tools."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS = {
+    "evaluate": "the metrics of a checkpoint on a split of the data",
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:<12} {help}" for name, help in COMMANDS.items()]
+    return "\n".join(["usage: python -m fasttrain COMMAND [...]   (COMMAND --help tells more)", *lines])
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        sys.stdout.write(usage() + "\n")
+        return 0
+    if arguments[0] not in COMMANDS:
+        sys.stderr.write(f"error: {arguments[0]}: there is no such command\n{usage()}\n")
+        return 2
+    from fasttrain.run import exits_cleanly  # after the usage, which need not wait for torch
+
+    with exits_cleanly():
+        tool = importlib.import_module(f"fasttrain.tools.{arguments[0].replace('-', '_')}")
+        return int(tool.main(arguments[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

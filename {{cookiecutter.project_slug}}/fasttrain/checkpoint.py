@@ -1,0 +1,184 @@
+"""Checkpoints: whole files of plain data.
+
+`best.pt` is written only when the validation metric improves, `last.pt` at the end of each epoch and every so many minutes,
+to go on from. A file is written beside its place and renamed, so that at any moment the old or the new one is there, whole.
+It holds tensors, numbers and texts only and loads with ``torch.load(weights_only=True)``, which executes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import nn
+
+from fasttrain.errors import UserError
+from fasttrain.parallel import share_buffers, unwrap
+from fasttrain.run import Run
+from fasttrain.state import State
+from fasttrain.update import Update
+from fasttrain.watch import Watch
+
+FORMAT = 1
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the file whole or not at all: to a temporary name, to the disk, then renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(dict(content), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name == "posix":  # the rename itself reaches the disk with the folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint into host memory. Executes nothing that is in it.
+
+    Raises:
+        UserError: naming the file, if it can't be read or is no checkpoint.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such checkpoint") from None
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path}: not a readable checkpoint ({reason[:200]})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a checkpoint: holds a {type(content).__name__}, expected a dictionary")
+    return content
+
+
+def clean_keys(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The names as the plain model has them, without the prefixes of DistributedDataParallel and torch.compile."""
+    cleaned = {}
+    for name, value in weights.items():
+        parts = [part for part in name.split(".") if part != "_orig_mod"]
+        while parts and parts[0] == "module":
+            parts = parts[1:]
+        cleaned[".".join(parts)] = value
+    return cleaned
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Start the model from a checkpoint of this project, or from a plain file of weights.
+
+    Every name must match. Only the last layer may have another shape (another number of classes): it keeps its fresh weights.
+    """
+    content = load(path)
+    weights = clean_keys(content.get("model", content))
+    own = unwrap(model).state_dict()
+    missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    if missing or unknown:
+        kind, names = ("lacks", missing) if missing else ("has the unknown", unknown)
+        raise UserError(f"model.weights={path}: the checkpoint {kind} {names[0]} ({len(names)} in all): another model.name?")
+    other = [name for name, value in weights.items() if getattr(value, "shape", None) != own[name].shape]
+    last = {name.rpartition(".")[0] for name in [*own][-2:]}
+    for name in other:
+        if name.rpartition(".")[0] not in last:
+            shapes = f"{tuple(weights[name].shape)}, the model has {tuple(own[name].shape)}"
+            raise UserError(f"model.weights={path}: {name} has shape {shapes}")
+        weights[name] = own[name]
+    if other:
+        logger.warning("{}: {} have another shape (classes?) and start fresh", path, ", ".join(other))
+    unwrap(model).load_state_dict(weights)
+
+
+class Keeper:
+    """Writes the checkpoints of a run and goes on from them.
+
+    Args:
+        run: says where, whether this rank writes (rank 0 does), and what to go on from.
+        facts: plain data that belongs to the model: classes, settings, sizes. Saved with it, compared on resuming.
+        settings: the section ``checkpoint``.
+    """
+
+    def __init__(
+        self, run: Run, state: State, model: nn.Module, update: Update, facts: Mapping[str, Any], settings: Any
+    ) -> None:
+        self.directory, self.writes, self.state = run.dir, run.is_main, state
+        self.model, self.optimizer, self.scaler = model, update.optimizer, update.scaler
+        self.every, self.facts = settings.every_minutes * 60, dict(facts)
+        self._last_saved = time.monotonic()
+        if run.resume is not None:
+            self.resume(run.resume)
+
+    def resume(self, path: Path) -> None:
+        """Restore model, optimizer, scaler and state from a checkpoint.
+
+        Raises:
+            UserError: if it was made with other classes or another amount of data, or does not fit the model.
+        """
+        content = load(path)
+        if content.get("format") != FORMAT or "state" not in content:
+            raise UserError(f"resume={path}: not a checkpoint of this project (to start from its weights: model.weights=...)")
+        for fact in ("classes", "training_samples"):
+            saved, now = content["facts"].get(fact), self.facts.get(fact)
+            if saved != now:
+                raise UserError(f"resume={path}: it was made with {fact} {saved}, data.path has {now}")
+        try:
+            unwrap(self.model).load_state_dict(clean_keys(content["model"]))
+            self.optimizer.load_state_dict(content["optimizer"])
+            self.scaler.load_state_dict(content["scaler"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"resume={path}: it does not fit this model or optimizer: {reason}") from None
+        self.state.restore(content["state"])
+        logger.info(
+            "resumed from {}: epoch {}, position {}, step {}, best {}",
+            path,
+            self.state.epoch,
+            self.state.position,
+            self.state.step,
+            self.state.best,
+        )
+
+    def save_last_if_due(self, watch: Watch) -> None:
+        """After a step: write last.pt if the last one is old enough. The clock stops meanwhile."""
+        if self.writes and time.monotonic() - self._last_saved >= self.every:
+            with watch.pause("checkpoint"):
+                self._write("last.pt", {}, watch)
+
+    def save_epoch(self, watch: Watch, metrics: Mapping[str, float], improved: bool) -> None:
+        """After validation: best.pt if the metric improved, last.pt always. Every rank must call it."""
+        share_buffers(self.model)
+        if not self.writes:
+            return
+        with watch.pause("checkpoint"):
+            if improved:
+                self._write("best.pt", metrics, watch)
+            self._write("last.pt", metrics, watch)
+
+    def _write(self, name: str, metrics: Mapping[str, float], watch: Watch) -> None:
+        began = time.perf_counter()
+        save(
+            self.directory / name,
+            {
+                "format": FORMAT,
+                "model": clean_keys(unwrap(self.model).state_dict()),
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "state": self.state.to_dict(),
+                "metrics": dict(metrics),
+                "facts": self.facts,
+            },
+        )
+        self._last_saved = time.monotonic()
+        watch.sink.event("checkpoint", file=name, step=self.state.step, seconds=time.perf_counter() - began)

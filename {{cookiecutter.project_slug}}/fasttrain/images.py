@@ -1,0 +1,267 @@
+"""Image files to pixels, fast: decoding, cropping, mirroring. Pixels are uint8 RGB arrays [height, width, 3].
+
+JPEG goes through simplejpeg, at 1/2, 1/4 or 1/8 of its size where the crop still keeps as many pixels as it is resized
+to: most of the work of decoding a large photo is then never done. Every other format goes through Pillow.
+A file that is damaged or whose pixels have no clear meaning is refused by name; it never becomes half a picture.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import struct
+from typing import Any
+
+import cv2
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from fasttrain.errors import UserError
+from fasttrain.folder import printable
+
+Pixels = NDArray[np.uint8]
+Box = tuple[int, int, int, int]  # top, left, height, width in pixels of the upright image at full size
+
+_ORIENTATION = 0x0112  # the EXIF tag
+# What the JPEG library says when pixels are lost; it would fill them with gray. Its other complaints leave them whole.
+_LOST = ("premature end", "bad huffman code", "bad arithmetic code", "instead of rst")
+
+
+class ImageError(UserError):
+    """A file that can't be read or decoded. The message is one line: the file and the reason."""
+
+    def __init__(self, name: str, reason: str | None = None) -> None:
+        super().__init__(name if reason is None else f"{printable(name)}: {reason}")
+
+
+class Picture:
+    """An image file in memory, decoded when its pixels are asked for and no finer than needed.
+
+    Attributes:
+        height, width: pixels of the upright image (as EXIF turns it) at full size.
+
+    Raises:
+        ImageError: the bytes are empty, not an image, damaged, or more pixels than Pillow's limit allows.
+    """
+
+    def __init__(self, data: bytes, name: str) -> None:
+        self.name, self._data, self._turn = name, data, 1
+        self._pixels: Pixels | None = None
+        if not data:
+            raise ImageError(name, "is empty (0 bytes)")
+        try:
+            if data[:2] != b"\xff\xd8":
+                raise ValueError("not a JPEG")
+            self.height, self.width, self._space, _ = simplejpeg.decode_jpeg_header(data)
+        except ValueError:
+            self._pixels = _by_pillow(data, name)
+            self.height, self.width = self._pixels.shape[:2]
+            return
+        most = Image.MAX_IMAGE_PIXELS
+        if most is not None and self.height * self.width > 2 * most:
+            raise ImageError(name, _too_large(2 * most, f"{self.width}x{self.height}"))
+        self._turn = _jpeg_orientation(data)
+        if self._turn >= 5:
+            self.height, self.width = self.width, self.height
+
+    @classmethod
+    def of(cls, pixels: Pixels) -> Picture:
+        """A picture that is decoded already: uint8 [height, width, 3], or [height, width] for gray."""
+        picture = cls.__new__(cls)
+        picture._pixels = np.repeat(pixels[:, :, None], 3, axis=2) if pixels.ndim == 2 else pixels
+        picture.height, picture.width = pixels.shape[:2]
+        return picture
+
+    def pixels(self, reduction: int = 1) -> Pixels:
+        """The whole image, upright.
+
+        Args:
+            reduction: 1, 2, 4 or 8: a JPEG is decoded at 1/reduction of its sides, rounded up, which is
+                antialiased and cheap (other factors cost more than they save). Other formats come at full size.
+
+        Raises:
+            ImageError: the image is damaged.
+        """
+        if self._pixels is not None:
+            return self._pixels
+        stored = (self.height, self.width) if self._turn < 5 else (self.width, self.height)
+        height, width = (0, 0) if reduction == 1 else (-(-side // reduction) for side in stored)
+        ink = self._space in ("CMYK", "YCCK")
+        try:
+            colours = "CMYK" if ink else "RGB"
+            decoded: Pixels = simplejpeg.decode_jpeg(self._data, colours, min_height=height, min_width=width)
+        except ValueError as error:
+            if any(words in str(error).lower() for words in _LOST):
+                raise ImageError(self.name, f"is damaged or cut off ({error})") from error
+            self._pixels = _by_pillow(self._data, self.name)  # upright already
+            return self._pixels
+        return _upright(_without_ink(decoded) if ink else decoded, self._turn)
+
+
+def decode(data: bytes, at_least: int | tuple[int, int], name: str) -> Pixels:
+    """The pixels of an image file: any mode becomes RGB, EXIF's orientation is applied.
+
+    Gray is repeated, 16 bits keep their upper 8, transparency is dropped (the colour beneath it stays), an animation
+    gives its first picture.
+
+    Args:
+        data: the file's bytes.
+        at_least: pixels that both sides (height, width) shall keep; a JPEG may come at 1/2, 1/4 or 1/8. 0: full size.
+        name: names the file in errors.
+
+    Raises:
+        ImageError: empty, not an image, damaged, too large, or of a kind without a fixed range (32-bit, float).
+    """
+    picture = Picture(data, name)
+    height, width = at_least if isinstance(at_least, tuple) else (at_least, at_least)
+    if not height or not width:
+        return picture.pixels()
+    return picture.pixels(_reduction(min(picture.height / height, picture.width / width)))
+
+
+def random_resized_crop(
+    image: Picture,
+    size: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    rng: Any = random,
+) -> Pixels:
+    """A random part of the image at size x size: torchvision's RandomResizedCrop, uint8 [size, size, 3].
+
+    The part is drawn before the image is decoded, so that it decides how finely to decode.
+
+    Args:
+        scale: area of the part, least and most, as a part of the image.
+        ratio: width / height of the part.
+        rng: where the draws come from: Python's `random`, which is seeded for each sample, or a `random.Random`.
+    """
+    return crop(image, random_box(image.height, image.width, scale, ratio, rng), size)
+
+
+def center(image: Picture, size: int) -> Pixels:
+    """The middle of the image with its short side at `size`, uint8 [size, size, 3]."""
+    side = min(image.height, image.width)
+    return crop(image, ((image.height - side) // 2, (image.width - side) // 2, side, side), size)
+
+
+def random_box(
+    height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float] = (3 / 4, 4 / 3), rng: Any = random
+) -> Box:
+    """Draw a crop as torchvision does: ten tries, else the largest part in the middle whose ratio is allowed."""
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for _ in range(10):
+        area = height * width * rng.uniform(*scale)
+        shape = math.exp(rng.uniform(low, high))
+        w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if 0 < w <= width and 0 < h <= height:
+            return rng.randint(0, height - h), rng.randint(0, width - w), h, w
+    w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def crop(image: Picture, box: Box, size: int) -> Pixels:
+    """The part `box` of the image at size x size.
+
+    Where a JPEG is decoded at a reduced scale, the box moves to whole pixels of that scale: by less than a pixel of
+    the result.
+    """
+    top, left, height, width = box
+    pixels = image.pixels(_reduction(min(height, width) / size))
+    if (factor := round(image.height / pixels.shape[0])) > 1:
+        height, width = round(height / factor), round(width / factor)
+        top = min(round(top / factor), pixels.shape[0] - height)
+        left = min(round(left / factor), pixels.shape[1] - width)
+    part = pixels[top : top + height, left : left + width]
+    if part.strides[0] <= 0 or part.strides[1:] != (3, 1):  # a mirrored or turned view, which OpenCV doesn't read
+        part = np.ascontiguousarray(part)
+    # Linear reads 2x2 pixels: below half the size it would pass over pixels, and area, which averages all of them, is
+    # right. Between half and full size area is a little closer to an antialiased result (0.5 instead of 1.1 of 255 on
+    # photos), but costs a third more of the whole sample.
+    shrink = max(height, width) >= 2 * size
+    how = cv2.INTER_AREA if shrink else cv2.INTER_LINEAR
+    return np.asarray(cv2.resize(part, (size, size), interpolation=how), dtype=np.uint8)
+
+
+def flip(image: Pixels) -> Pixels:
+    """The image mirrored, left for right."""
+    return np.asarray(cv2.flip(image, 1), dtype=np.uint8)
+
+
+def _reduction(shrink: float) -> int:
+    """The largest of 1, 2, 4, 8 that is not more than `shrink`."""
+    return 8 if shrink >= 8 else 4 if shrink >= 4 else 2 if shrink >= 2 else 1
+
+
+def _by_pillow(data: bytes, name: str) -> Pixels:
+    """Decode through Pillow: upright, RGB, full size."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+            pixels = _rgb(image, name)
+            return _upright(pixels, image.getexif().get(_ORIENTATION, 1))
+    except (ImageError, MemoryError):
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageError(name, _too_large(2 * (Image.MAX_IMAGE_PIXELS or 0), str(error))) from error
+    except UnidentifiedImageError as error:
+        reason = f"is not an image that can be read ({len(data)} bytes that begin with {data[:8]!r})"
+        raise ImageError(name, reason) from error
+    except Exception as error:  # a damaged file makes Pillow's readers raise almost anything
+        raise ImageError(name, f"is damaged or cut off ({error or type(error).__name__})".replace("\n", " ")) from error
+
+
+def _rgb(image: Image.Image, name: str) -> Pixels:
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        gray = (np.asarray(image) >> 8).astype(np.uint8)  # as Pillow itself reads 16-bit RGB
+        return np.repeat(gray[:, :, None], 3, axis=2)
+    if image.mode in ("I", "F"):
+        kind = "32-bit integers" if image.mode == "I" else "floating point numbers"
+        raise ImageError(name, f"holds {kind}, whose range isn't known: convert it to 8 or 16 bits")
+    if image.mode in ("P", "PA", "RGBa"):
+        image = image.convert("RGBA")  # straight to RGB Pillow warns of the lost transparency
+    return np.asarray(image.convert("RGB"))
+
+
+def _without_ink(stored: Pixels) -> Pixels:
+    """CMYK [height, width, 4] to RGB. Every JPEG writer in use stores it inverted, as Adobe does: 255 is no ink."""
+    product = stored[:, :, :3].astype(np.uint16) * stored[:, :, 3:]
+    return ((product + 127) // 255).astype(np.uint8)
+
+
+def _upright(pixels: Pixels, orientation: int) -> Pixels:
+    """Turn or mirror as EXIF's orientation (1 to 8) says; a view, nothing is copied."""
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    rows = slice(None, None, -1 if orientation in (3, 4, 7, 8) else 1)
+    columns = slice(None, None, -1 if orientation in (2, 3, 6, 7) else 1)
+    return pixels[rows, columns]
+
+
+def _jpeg_orientation(data: bytes) -> int:
+    """EXIF's orientation of a JPEG, 1 (upright) if there is none or it makes no sense. Costs about 2 microseconds."""
+    at = 2
+    try:
+        while (marker := data[at + 1]) != 0xDA:  # the pixels begin
+            if marker == 0xE1 and data.startswith(b"Exif\0\0", at + 4):
+                return _tiff_orientation(data, at + 10)
+            at += 1 if marker == 0xFF else 2 + (data[at + 2] << 8) + data[at + 3]
+    except (IndexError, struct.error):  # a length or a table that points behind the end
+        pass
+    return 1
+
+
+def _tiff_orientation(data: bytes, at: int) -> int:
+    order = "<" if data[at : at + 2] == b"II" else ">"
+    first = at + int(struct.unpack_from(order + "I", data, at + 4)[0])
+    for entry in range(struct.unpack_from(order + "H", data, first)[0]):
+        tag, _, _, value = struct.unpack_from(order + "HHIH", data, first + 2 + 12 * entry)
+        if tag == _ORIENTATION:
+            return int(value) if 1 <= value <= 8 else 1
+    return 1
+
+
+def _too_large(most: int, found: str) -> str:
+    return f"is too large ({found}; at most {most} pixels): shrink it, or raise PIL.Image.MAX_IMAGE_PIXELS in data.py"

@@ -1,0 +1,119 @@
+"""Puts the watching of a run together: stopwatch, records, gauges, dashboard; and what is said at its start, its epochs, its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from loguru import logger
+
+from fasttrain import dashboard, logs
+from fasttrain.errors import SettingsError
+from fasttrain.feed import Feed
+from fasttrain.gauges import Gauges
+from fasttrain.records import PHASES, BatchRecord, Recorder
+from fasttrain.run import Run
+from fasttrain.state import State
+from fasttrain.watch import Watch
+from fasttrain.window import WARM_UP
+
+
+class Totals:
+    """The seconds of each phase over the whole run, for the closing words. A view on the records."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self.seen, self.images = world, 0, 0
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def batches(self, records: list[BatchRecord]) -> None:
+        for record in records:
+            self.seen += 1
+            if self.seen > WARM_UP:
+                self.images += record.images
+                for phase in PHASES:
+                    self.seconds[phase] += getattr(record, phase)
+
+    def event(self, event: dict[str, Any]) -> None:
+        return None
+
+    def draw(self, now: float) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    def __str__(self) -> str:
+        total = sum(self.seconds.values())
+        if total == 0:
+            return "too few batches to say where the time went"
+        shares = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in self.seconds.items() if seconds > 0)
+        return f"{self.images * self.world / total:,.0f} img/s while batches ran; their time went to {shares}"
+
+
+class Report:
+    """What is written down and said of a run. `watch` is its stopwatch."""
+
+    def __init__(self, run: Run, settings: Any, feed: Feed, state: State, classes: int) -> None:
+        self.run, self.settings = run, settings
+        self.recorder = Recorder(run.dir, run.rank, run.started)
+        run.stack.callback(self.recorder.close)
+        # The gauges look at this device's GPU; on a CPU, AMD or Apple device NVML is left alone.
+        index = run.device.index if run.device.type == "cuda" and not torch.version.hip else None
+        gauges = run.stack.enter_context(Gauges(self.recorder.event, run.dir, index))
+        self.totals = Totals(run.world)
+        self.watch = Watch(self.recorder, feed.clock, run.started, run.began)
+        run.stack.callback(self.watch.close)
+        if run.is_main:
+            self.recorder.show_on(self.totals)
+            self._show_dashboard(feed, state, gauges)
+        accumulate, batch = settings.train.accumulate, settings.data.batch_size
+        logger.info(
+            f"{settings.model.name} on {run.device}, {len(feed.train_samples)} training and {len(feed.val_samples)} "
+            f"validation samples, {classes} classes; effective batch {feed.global_batch * accumulate} = {batch} x "
+            f"{run.world} processes x {accumulate} accumulated; {feed.workers} loader workers a process"
+        )
+
+    def epoch(self, epoch: int, state: State, metrics: Mapping[str, float], improved: bool) -> None:
+        """After a validation, of the epoch counted from 0."""
+        self.recorder.event("validation", epoch=epoch, step=state.step, improved=improved, **metrics)
+        values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        logger.info(f"epoch {epoch + 1}, step {state.step}: {values}{' (best so far)' if improved else ''}")
+
+    def end(self, state: State) -> None:
+        """The closing words: the result, where the time went, what to do next."""
+        self.watch.close()
+        self.recorder.close()
+        name = self.settings.checkpoint.metric
+        if state.stopped:
+            logger.info(f"stopped early: no better {name} for {state.epochs_without_gain} epochs")
+        if self.run.is_main:
+            logger.info(f"{state.step} steps; {self.totals}")
+        if state.best is None or state.best_epoch is None:
+            logger.warning(f"no finite {name} was reached: there is no best.pt")
+            return
+        best = self.run.dir / "best.pt"
+        logger.info(f"best {name} {state.best:.4f} in epoch {state.best_epoch + 1}: {best}")
+        logger.info(f"next: python -m fasttrain evaluate {best}")
+
+    def _show_dashboard(self, feed: Feed, state: State, gauges: Gauges) -> None:
+        board, train = self.settings.dashboard, self.settings.train
+        per_epoch = feed.batches()
+        total = per_epoch * train.epochs
+        if train.max_steps is not None:
+            total = min(total, train.max_steps * train.accumulate)
+        view = dashboard.make_view(
+            board.every, board.window, self.run.world, total, feed.workers, gauges, logs.console, title=self.run.dir.name
+        )
+        view.set_total(total, per_epoch * state.epoch + state.position // feed.global_batch)
+        self.recorder.show_on(view)
+        if board.tensorboard:
+            from fasttrain.tensorboard import TensorBoardView  # half a second and an extra package: only when asked for
+
+            self.recorder.show_on(TensorBoardView(self.run.dir))
+
+
+def check_metric(metrics: Mapping[str, Any], name: str) -> None:
+    """Refuse a ``checkpoint.metric`` that the model does not give."""
+    if name not in metrics:
+        raise SettingsError("checkpoint.metric", name, f"one of {', '.join(metrics)}, which compute_metrics in model.py gives")

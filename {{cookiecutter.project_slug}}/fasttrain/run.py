@@ -1,0 +1,236 @@
+"""A run from its launch to its end: processes, device, run directory, logs, records; and what happens when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from fasttrain import __version__, logs, machine
+from fasttrain.errors import SettingsError, UserError
+from fasttrain.settings import to_yaml
+
+T = TypeVar("T")
+OTHERS_WAIT = 10.0  # seconds that a rank waits before it says an error which rank 0 may be saying
+
+
+@dataclass
+class Run:
+    """This process's place in the training.
+
+    rank counts over all machines, local_rank on this one; started is when the run first began (``time.time()``), began when
+    this process did; resume is the checkpoint to go on from.
+    """
+
+    rank: int
+    local_rank: int
+    world: int
+    local_world: int
+    device: torch.device
+    dir: Path = Path()
+    resume: Path | None = None
+    started: float = 0.0
+    began: float = 0.0
+    worker_log: logs.WorkerLog | None = None
+    stack: ExitStack = field(default_factory=ExitStack)  # closed, last in first out, when the run ends
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def on_rank0(self, function: Callable[[], T]) -> T:
+        """Run it on rank 0 and give everyone the result, or its UserError. The result must be plain data."""
+        if self.world == 1:
+            return function()
+        answer: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                answer[0] = function()
+            except UserError as error:
+                answer[1] = (str(error), error.exit_code)
+        dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+        if answer[1] is not None:
+            error = UserError(answer[1][0])
+            error.exit_code = answer[1][1]
+            raise error
+        result: T = answer[0]
+        return result
+
+    @contextmanager
+    def first_on_machine(self) -> Iterator[None]:
+        """The first process of each machine goes through before the others: for files that are made on first use."""
+        if self.local_rank > 0:
+            dist.barrier()
+        yield
+        if self.local_rank == 0 and self.world > 1:
+            dist.barrier()
+
+
+@contextmanager
+def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path) -> Iterator[Run]:
+    """Join the other processes, choose the device, make the run directory and start the logs; undo it all at the end.
+
+    Args:
+        settings: all settings, references unresolved, to be saved with the run.
+        run: the section ``run`` of the settings. resume: the setting.
+        home: the project's folder; new runs go under ``home/runs``.
+
+    Raises:
+        UserError, SettingsError: more processes than GPUs; a run directory that can't be used.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    place = _join()
+    with place.stack:
+        place.began = psutil.Process().create_time()
+        directory, checkpoint, place.started = place.on_rank0(lambda: _claim(run.dir, resume, place.began, home))
+        place.dir, place.resume = Path(directory), None if checkpoint is None else Path(checkpoint)
+        log = place.stack.enter_context(logs.start(place.dir, place.rank, run.log_level))
+        place.worker_log = log.worker_log()
+        try:
+            if place.is_main:
+                _write_facts(place, settings, home)
+            logger.info("run directory {}", place.dir)
+            if resume == "auto":
+                logger.info("resume=auto: {}", f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh")
+            yield place
+        except UserError:
+            # An error that all ranks meet is to be read once: rank 0 says it, and the launcher then ends the others. One
+            # that rank 0 does not meet is said by its own rank after a while.
+            if place.local_rank > 0:
+                time.sleep(OTHERS_WAIT)
+            raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def exits_cleanly() -> Iterator[None]:
+    """The outermost frame: one line for what the user can mend, a traceback for our own faults, an exit code not 0."""
+    try:
+        yield
+    except UserError as error:
+        if not logs.reported(error):  # before the run's log was open
+            if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+                time.sleep(OTHERS_WAIT)
+            sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt as error:
+        if not logs.reported(error):
+            sys.stderr.write("interrupted\n")
+        sys.exit(130)
+    except Exception as error:
+        if not logs.reported(error):
+            raise
+        sys.exit(1)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _join() -> Run:
+    """Read the launcher's variables, choose the device, form the process group."""
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if launched else (0, 0, 1, 1)
+    device = pick_device(local_rank, local_world)
+    if device.type == "cpu" and (launched or "OMP_NUM_THREADS" not in os.environ):
+        # torchrun sets one thread a process whatever the machine has.
+        torch.set_num_threads(max(1, machine.cores() // local_world))
+    if launched:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    return Run(rank, local_rank, world, local_world, device)
+
+
+def pick_device(local_rank: int, local_world: int) -> torch.device:
+    """The device of this process: its CUDA (or ROCm) device, Apple's, or the CPU."""
+    if torch.cuda.is_available():  # NVIDIA, and AMD through ROCm
+        count = torch.cuda.device_count()
+        if local_world > count:
+            raise UserError(f"{local_world} processes on this machine but {count} GPUs: --nproc-per-node={count}")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True  # shapes stay the same: the fastest algorithm is looked for once
+        return device
+    if torch.backends.mps.is_available() and local_world == 1:
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def _claim(directory: str | None, resume: str | None, began: float, home: Path) -> tuple[str, str | None, float]:
+    """Make or take over the run directory: its path, the checkpoint to resume from, and when the run first began."""
+    if directory is None:
+        path = _new_directory(home / "runs")
+    else:
+        path = Path(directory)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError("run.dir", directory, f"a folder that can be made ({error.strerror})") from None
+    last, facts = path / "last.pt", path / "run.json"
+    if facts.exists() and resume is None:
+        expected = "a new folder: this one holds a run already. resume=auto goes on with it"
+        raise SettingsError("run.dir", directory, expected)
+    if resume == "auto":
+        checkpoint = str(last) if last.exists() else None
+    else:
+        checkpoint = resume
+    started = float(json.loads(facts.read_text())["started"]) if facts.exists() and checkpoint else began
+    return str(path), checkpoint, started
+
+
+def _new_directory(runs: Path) -> Path:
+    name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in range(1000):
+        path = runs / (f"{name}_{number}" if number else name)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"{path}: the run directory can't be made ({error.strerror}): set run.dir") from None
+        return path
+    raise UserError(f"{runs}: no free name for a run directory: set run.dir")
+
+
+def _write_facts(place: Run, settings: Mapping[str, Any], home: Path) -> None:
+    """Save what the run was made with: settings, versions, revision, command line."""
+    (place.dir / "config.yaml").write_text(to_yaml(settings))
+    facts = {
+        "started": place.started,
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fasttrain": __version__,
+        "git": _revision(home),
+        "device": torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type,
+        "world_size": place.world,
+    }
+    (place.dir / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def _revision(home: Path) -> str | None:
+    """The project's git revision, with "+changes" if files differ from it; None outside git."""
+    command = ["git", "-C", str(home), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,48 @@
+"""Where random numbers come from.
+
+Every draw of a training is a function of (seed, place): a sample's augmentation of (seed, epoch, index), a step's dropout of
+(seed, epoch, position, rank), any other draw in a loader worker of (seed, rank, worker, epoch, batch). So the result
+depends neither on the number of workers nor on what was drawn before, and a resumed run needs no saved random states.
+
+Python's, NumPy's and torch's global generators are set, since that is what transforms draw from. It costs about 8 us for
+the three together.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+# One number a kind of draw, so that no two kinds share a stream.
+ORDER, SAMPLE, BATCH, WORKER, STEP, WEIGHTS = range(1, 7)
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*parts: int) -> int:
+    """One 64-bit number from several, by SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators)."""
+    z = 0
+    for part in parts:
+        z = (z + part + 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        z ^= z >> 31
+    return z
+
+
+def seed_all(*parts: int) -> None:
+    """Set Python's, NumPy's and torch's global generators (CPU; and CUDA's where CUDA is in use) from ``mix(*parts)``."""
+    value = mix(*parts)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(value)  # this process's device only; no sync
+
+
+def permutation(size: int, *parts: int) -> np.ndarray:
+    """A random order of ``range(size)``, int64, the same for the same parts on every rank and machine."""
+    generator = torch.Generator().manual_seed(mix(*parts))
+    return torch.randperm(size, generator=generator).numpy()

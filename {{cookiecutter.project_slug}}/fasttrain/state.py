@@ -1,0 +1,69 @@
+"""Where a training stands: all that its loop counts, in one place, and exactly this is saved and restored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from fasttrain.transfer import Batch
+
+
+@dataclass
+class State:
+    """The loop's numbers. Positions, not histories: random draws follow from them (see seeding.py)."""
+
+    epoch: int = 0  # epochs finished; while one runs, its number from 0
+    position: int = 0  # samples of this epoch's global order that are done, over all ranks
+    step: int = 0  # optimizer steps done
+    best: float | None = None  # best validation metric so far
+    best_epoch: int | None = None
+    epochs_without_gain: int = 0  # for early stopping
+    stopped: bool = False  # early
+
+    def remaining_epochs(self, epochs: int, max_steps: int | None) -> Iterator[int]:
+        """The epochs to run, the one that was left in the middle first."""
+        while self.epoch < epochs and not self.stopped and (max_steps is None or self.step < max_steps):
+            yield self.epoch
+
+    def advance(self, batch: Batch) -> None:
+        """This batch is done."""
+        self.position = batch.end
+
+    def finish_epoch(self, metric: float, mode: str, complete: bool, early_stop: int | None) -> bool:
+        """Take in the validation metric; True if it is the best so far. NaN never is.
+
+        Args:
+            metric: the one that decides, the same on all ranks.
+            mode: "max" or "min", the better direction.
+            complete: False if max_steps ended the epoch in the middle; it can then be gone on with.
+            early_stop: stop after so many complete epochs without a better metric.
+        """
+        improved = is_better(metric, self.best, mode)
+        if improved:
+            self.best, self.best_epoch = metric, self.epoch
+        if complete:
+            self.epoch, self.position = self.epoch + 1, 0
+            self.epochs_without_gain = 0 if improved else self.epochs_without_gain + 1
+            self.stopped = early_stop is not None and self.epochs_without_gain >= early_stop
+        return improved
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take over the numbers of a checkpoint; one that it lacks keeps its first value."""
+        for field in fields(self):
+            if field.name in saved:
+                setattr(self, field.name, saved[field.name])
+        self.stopped = False  # a run that stopped early goes on when resumed with another setting
+
+
+def is_better(metric: float, best: float | None, mode: str) -> bool:
+    """Whether a metric beats the best so far. NaN and infinity never do, and anything finite beats them."""
+    if not math.isfinite(metric):
+        return False
+    if best is None or not math.isfinite(best):
+        return True
+    return metric > best if mode == "max" else metric < best

@@ -1,0 +1,131 @@
+"""Batches on their way to the device.
+
+On CUDA the copy of the next batch runs on a stream of its own while the device computes on this one. It overlaps only from
+pinned memory. Elsewhere there is nothing to overlap: on a CPU a batch stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from fasttrain.clock import Clock, Stamp
+
+
+@dataclass(slots=True)
+class Batch:
+    """What the loader hands over.
+
+    tensors is the user's sample, batched: a tuple of tensors whose first dimension is the sample (or what collate made of it).
+    """
+
+    tensors: Any
+    indices: list[int]  # of the samples in the data set
+    epoch: int
+    number: int  # within the epoch
+    last: int  # number of the epoch's last batch
+    end: int  # position in the epoch's global order once this batch is done on all ranks
+    made: float  # seconds that the worker took for it
+    worker: int | None  # None: made in the training process
+    ready: int | None = None  # batches that were ready in the loader when this one was asked for
+    copied: tuple[Stamp, Stamp] | None = None  # when its copy to the device began and ended
+
+    @property
+    def size(self) -> int:
+        return len(self.indices)
+
+    def pin_memory(self) -> Batch:
+        """Called by the DataLoader, in its pin-memory thread."""
+        self.tensors = pin_memory(self.tensors)
+        return self
+
+
+class Streams(Protocol):
+    """The part of a device's stream API that copying ahead needs; a stand-in plays it in the tests."""
+
+    def copy(self, tensors: Any) -> tuple[Any, Stamp, Stamp]:
+        """Start copying on the side stream; the stamps are taken there, before and after."""
+
+    def hand_over(self, tensors: Any, copied: Stamp) -> None:
+        """Make the computing stream wait for the copy, on the device, and keep the memory until it has been used."""
+
+
+class CudaStreams:
+    """Streams of one CUDA (or ROCm) device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.side = device, torch.cuda.Stream(device)
+
+    def copy(self, tensors: Any) -> tuple[Any, Stamp, Stamp]:
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self.side):
+            began.record()
+            moved = move(tensors, self.device)
+            ended.record()
+        return moved, began, ended
+
+    def hand_over(self, tensors: Any, copied: Stamp) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(copied)
+        for tensor in leaves(tensors):
+            tensor.record_stream(stream)  # its memory came from the side stream: not to be reused before this one is done
+
+
+def ahead(batches: Iterable[Batch], streams: Streams) -> Iterator[Batch]:
+    """Hand over each batch once the copy of the one after it is under way. No sync: the host only queues work."""
+    waiting: Batch | None = None
+    for batch in batches:
+        batch.tensors, *stamps = streams.copy(batch.tensors)
+        batch.copied = (stamps[0], stamps[1])
+        if waiting is not None:
+            streams.hand_over(waiting.tensors, waiting.copied[1])  # type: ignore[index]
+            yield waiting
+        waiting = batch
+    if waiting is not None:
+        streams.hand_over(waiting.tensors, waiting.copied[1])  # type: ignore[index]
+        yield waiting
+
+
+def plain(batches: Iterable[Batch], device: torch.device, clock: Clock) -> Iterator[Batch]:
+    """Copy in the host's time, for devices without streams of their own here (MPS, XPU)."""
+    for batch in batches:
+        began = clock.stamp()
+        batch.tensors = move(batch.tensors, device)
+        batch.copied = (began, clock.stamp())
+        yield batch
+
+
+def to_device(batches: Iterable[Batch], device: torch.device, clock: Clock) -> Iterator[Batch]:
+    """The batches, on the device, copied in the way that suits it."""
+    if device.type == "cpu":
+        return iter(batches)
+    if device.type == "cuda":
+        return ahead(batches, CudaStreams(device))
+    return plain(batches, device, clock)
+
+
+def move(tensors: Any, device: torch.device) -> Any:
+    """Tensors in tuples, lists or dictionaries to the device, ``non_blocking``."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.to(device, non_blocking=True)
+    if isinstance(tensors, dict):
+        return {key: move(value, device) for key, value in tensors.items()}
+    if isinstance(tensors, (tuple, list)):
+        return type(tensors)([move(value, device) for value in tensors])
+    return tensors
+
+
+def leaves(tensors: Any) -> Iterator[torch.Tensor]:
+    """All tensors in tuples, lists or dictionaries."""
+    if isinstance(tensors, torch.Tensor):
+        yield tensors
+    elif isinstance(tensors, dict):
+        for value in tensors.values():
+            yield from leaves(value)
+    elif isinstance(tensors, (tuple, list)):
+        for value in tensors:
+            yield from leaves(value)

@@ -1,0 +1,168 @@
+"""The stopwatch of the loop.
+
+    for batch in watch.batches(feed.train(...)):    # the wait for data is timed in here
+        ...
+        watch.mark("forward")                       # the time since the last mark was the forward pass
+
+Each moment belongs to exactly one phase of one batch, or to a pause, so the phases add up to the whole time by construction:
+a mark that is deleted gives its time to the next one. On a device the marks are events in its queue of work; they are read
+batches later, when the device has passed them, and never waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fasttrain.clock import Clock, Stamp
+from fasttrain.records import PHASES, BatchRecord
+from fasttrain.transfer import Batch
+
+MARKS = frozenset(("forward", "backward", "optimizer", "other"))
+MOST_PENDING = 256  # batches whose events have not passed; more means that nothing ever passes
+
+class Sink(Protocol):
+    """Where the records go (records.Recorder)."""
+
+    def batch(self, record: BatchRecord) -> None: ...
+    def event(self, kind: str, /, **fields: Any) -> None: ...
+
+@dataclass(slots=True)
+class _Timed:
+    """A batch whose end is marked but may not have passed on the device."""
+
+    begin: Stamp
+    segments: list[tuple[str, Stamp]]  # phase, and the moment at which it ended; "pause" is left out of the sums
+    batch: Batch
+    time: float
+    step: int
+    loss: torch.Tensor | None
+    lr: float | None
+
+class Watch:
+    """Times batches and sends one BatchRecord each to the sink.
+
+    Args:
+        sink: takes the records and events.
+        clock: of the device that trains.
+        started: when the run began, ``time.time()``; the records' times count from here.
+        began: when this process began; later than started in a resumed run.
+    """
+
+    def __init__(self, sink: Sink, clock: Clock, started: float, began: float) -> None:
+        self.sink, self.clock, self.started, self.began = sink, clock, started, began
+        self._begin: Stamp = None  # where the open batch, or the gap before it, began
+        self._segments: list[tuple[str, Stamp]] = []
+        self._batch: Batch | None = None
+        self._noted: tuple[int, torch.Tensor | None, float | None] = (0, None, None)
+        self._pending: deque[_Timed] = deque()
+
+    def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
+        """Hand on the batches; the time from asking to getting one is its wait (and copy, where the device copies)."""
+        if self._begin is None:
+            self._begin = self.clock.stamp()
+            self.sink.event("pause", name="startup", seconds=time.time() - self.began)
+        else:
+            self._segments.append(("other", self.clock.stamp()))  # what happened since the last batch, pauses apart
+        iterator = iter(source)
+        try:
+            for batch in iterator:
+                self._segments.append(("wait", self.clock.stamp()))
+                self._batch = batch
+                yield batch
+                self._finish()
+        finally:
+            self._finish()  # after a break, or an exception, in the loop
+
+    def mark(self, phase: str) -> None:
+        """The time since the last mark was spent in this phase: forward, backward, optimizer or other."""
+        if phase not in MARKS:
+            raise ValueError(f"no phase is called {phase!r}: use one of {', '.join(sorted(MARKS))}")
+        self._segments.append((phase, self.clock.stamp()))
+
+    def note(self, step: int, loss: torch.Tensor, lr: float) -> None:
+        """What else the record of this batch says. The loss stays a tensor: its value is read later, elsewhere."""
+        loss = loss.detach()
+        if loss.device.type != "cpu":
+            host = torch.empty((), dtype=loss.dtype, pin_memory=loss.device.type == "cuda")
+            loss = host.copy_(loss, non_blocking=True)  # done before this batch's last event has passed
+        self._noted = (step, loss, lr)
+
+    @contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """Stop the clock: the time in here belongs to no batch and is written down as an event."""
+        if self._begin is None:  # before the first batch: part of the start-up
+            yield
+            return
+        self.clock.settle()
+        self._segments.append(("other", self.clock.stamp()))
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.clock.settle()
+            self._segments.append(("pause", self.clock.stamp()))
+            self.sink.event("pause", name=name, seconds=time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Read what is pending. Waits for the device."""
+        self._finish()
+        self.clock.settle()
+        self._send_passed()
+
+    def _finish(self) -> None:
+        """The open batch ends now."""
+        if self._batch is None:
+            return
+        end = self.clock.stamp()
+        self._segments.append(("other", end))
+        step, loss, lr = self._noted
+        now = time.time() - self.started
+        self._pending.append(_Timed(self._begin, self._segments, self._batch, now, step, loss, lr))
+        self._begin, self._segments, self._batch, self._noted = end, [], None, (step, None, None)
+        if len(self._pending) > MOST_PENDING:
+            self.clock.settle()
+        self._send_passed()
+
+    def _send_passed(self) -> None:
+        while self._pending and self.clock.passed(self._pending[0].segments[-1][1]):
+            self.sink.batch(self._record(self._pending.popleft()))
+
+    def _record(self, timed: _Timed) -> BatchRecord:
+        spent = dict.fromkeys(PHASES, 0.0)
+        begin = timed.begin
+        for phase, end in timed.segments:
+            if phase != "pause":
+                seconds = self.clock.seconds(begin, end)
+                if phase == "wait" and timed.batch.copied is not None:
+                    copy = self._overlap(begin, end, timed.batch.copied)
+                    spent["copy"] += copy
+                    seconds -= copy
+                spent[phase] += seconds
+            begin = end
+        batch = timed.batch
+        return BatchRecord(
+            epoch=batch.epoch,
+            step=timed.step,
+            time=timed.time,
+            wall=sum(spent.values()),
+            **spent,
+            images=batch.size,
+            loss=timed.loss,
+            lr=timed.lr,
+            made=batch.made,
+            worker=batch.worker,
+            ready=batch.ready,
+        )
+
+    def _overlap(self, begin: Stamp, end: Stamp, copied: tuple[Stamp, Stamp]) -> float:
+        """Of the wait from begin to end, the seconds in which this batch was being copied: the device stood idle for it."""
+        after = max(0.0, self.clock.seconds(begin, copied[0]))
+        before = max(0.0, self.clock.seconds(copied[1], end))
+        return max(0.0, self.clock.seconds(begin, end) - after - before)

@@ -1,0 +1,198 @@
+"""Checkpoints are whole, plain, clean, and loadable in every combination of wrappers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fasttrain import checkpoint
+from fasttrain.clock import HostClock
+from fasttrain.errors import UserError
+from fasttrain.run import Run
+from fasttrain.state import State
+from fasttrain.update import Schedule, Update
+from fasttrain.watch import Watch
+
+
+class Nowhere:
+    def batch(self, record: Any) -> None: ...
+    def event(self, kind: str, /, **fields: Any) -> None: ...
+
+
+def watch() -> Watch:
+    return Watch(Nowhere(), HostClock(), 0.0, 0.0)
+
+
+def network(classes: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, classes))
+
+
+def keeper(
+    directory: Path, model: nn.Module, state: State, resume: Path | None = None, **facts: Any
+) -> checkpoint.Keeper:
+    run = Run(0, 0, 1, 1, torch.device("cpu"), dir=directory, resume=resume)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    update = Update(model, optimizer, Schedule(0.1, 10, 0, 0), torch.device("cpu"), dtype=None)
+    facts = {"classes": ["a", "b", "c"], "training_samples": 10, "settings": {"seed": 0}, **facts}
+    return checkpoint.Keeper(run, state, model, update, facts, SimpleNamespace(every_minutes=1e9))
+
+
+def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(2, 3, 3, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_saved_and_resumed_is_the_same_in_weights_optimizer_and_state(tmp_path: Path) -> None:
+    state = State(epoch=2, position=5, step=7, best=0.5, best_epoch=1)
+    first = keeper(tmp_path, network(), state)
+    train_one_step(first.model, first.optimizer)
+    first.save_epoch(watch(), {"accuracy": 0.5}, improved=True)
+
+    other = State()
+    second = keeper(tmp_path, network(), other, resume=tmp_path / "last.pt")
+    assert other == state
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(second.model.state_dict()[name], value)
+    momenta = [o.state_dict()["state"][0]["momentum_buffer"] for o in (first.optimizer, second.optimizer)]
+    assert torch.equal(*momenta)
+
+
+def test_files_are_plain_and_load_with_weights_only(tmp_path: Path) -> None:
+    keeper(tmp_path, network(), State()).save_epoch(watch(), {"accuracy": 0.5}, improved=True)
+    for name in ("best.pt", "last.pt"):
+        content = torch.load(tmp_path / name, weights_only=True)
+        assert content["metrics"] == {"accuracy": 0.5}
+        assert content["facts"]["classes"] == ["a", "b", "c"]
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
+
+
+def test_best_is_written_only_when_the_metric_improved(tmp_path: Path) -> None:
+    one = keeper(tmp_path, network(), State())
+    one.save_epoch(watch(), {}, improved=False)
+    assert sorted(os.listdir(tmp_path)) == ["last.pt"]
+
+
+def test_last_is_written_within_an_epoch_when_it_is_time(tmp_path: Path) -> None:
+    one = keeper(tmp_path, network(), State())
+    one.save_last_if_due(watch())
+    assert os.listdir(tmp_path) == []
+    one.every = 0.0
+    one.save_last_if_due(watch())
+    assert os.listdir(tmp_path) == ["last.pt"]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    one = keeper(tmp_path, network(), State())
+    one.writes = False
+    one.every = 0.0
+    one.save_last_if_due(watch())
+    one.save_epoch(watch(), {}, improved=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "best.pt"
+    checkpoint.save(path, {"value": 1})
+    with pytest.raises(Exception, match="pickle"):
+        checkpoint.save(path, {"value": lambda: 0})
+    assert checkpoint.load(path) == {"value": 1}
+    assert os.listdir(tmp_path) == ["best.pt"]
+
+
+@pytest.mark.parametrize(
+    "prefixes", [("module.", ""), ("_orig_mod.", ""), ("module._orig_mod.", ""), ("_orig_mod.module.", ""), ("", "_orig_mod.")]
+)
+def test_prefixes_of_wrappers_are_taken_off(prefixes: tuple[str, str]) -> None:
+    start, inner = prefixes
+    assert checkpoint.clean_keys({f"{start}body.{inner}weight": 1}) == {"body.weight": 1}
+
+
+def test_a_wrapped_model_saves_clean_keys_that_load_strictly_everywhere(tmp_path: Path) -> None:
+    plain = network()
+    names = list(plain.state_dict())
+    compiled = torch.compile(network())  # nothing is compiled before the first call
+    one = keeper(tmp_path, compiled, State())  # type: ignore[arg-type]
+    one.save_epoch(watch(), {}, improved=True)
+    saved = checkpoint.load(tmp_path / "best.pt")["model"]
+    assert list(saved) == names
+    plain.load_state_dict(saved, strict=True)
+    again = torch.compile(network())
+    keeper(tmp_path, again, State(), resume=tmp_path / "last.pt")  # type: ignore[arg-type]
+    assert torch.equal(again.state_dict()["_orig_mod.0.weight"], saved["0.weight"])
+
+
+def test_weights_start_a_model_with_another_number_of_classes(tmp_path: Path) -> None:
+    source, target = network(3), network(5)
+    checkpoint.save(tmp_path / "a.pt", {"model": source.state_dict()})
+    fresh = target[3].weight.detach().clone()  # type: ignore[index,union-attr]
+    checkpoint.load_weights(target, tmp_path / "a.pt")
+    assert torch.equal(target[0].weight, source[0].weight)  # type: ignore[index,arg-type]
+    assert torch.equal(target[3].weight, fresh)  # type: ignore[index,arg-type]
+
+
+def test_plain_files_of_weights_load_too(tmp_path: Path) -> None:
+    source, target = network(), network()
+    torch.save({f"module.{k}": v for k, v in source.state_dict().items()}, tmp_path / "a.pth")
+    checkpoint.load_weights(target, tmp_path / "a.pth")
+    assert torch.equal(target[0].weight, source[0].weight)  # type: ignore[index,arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda w: {k: v for k, v in w.items() if k != "0.bias"}, "lacks 0.bias"),
+        (lambda w: {**w, "9.bias": torch.ones(1)}, "has the unknown 9.bias"),
+        (lambda w: {**w, "0.bias": torch.ones(9)}, r"0.bias has shape \(9,\), the model has \(4,\)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: Any, says: str) -> None:
+    checkpoint.save(tmp_path / "a.pt", {"model": change(network().state_dict())})
+    with pytest.raises(UserError, match=says):
+        checkpoint.load_weights(network(), tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [({"classes": ["a", "b"]}, "classes"), ({"training_samples": 11}, "training_samples 10, data.path has 11")],
+)
+def test_resuming_with_other_data_is_refused_by_name(tmp_path: Path, facts: dict[str, Any], says: str) -> None:
+    keeper(tmp_path, network(), State()).save_epoch(watch(), {}, improved=False)
+    with pytest.raises(UserError, match=says):
+        keeper(tmp_path, network(), State(), resume=tmp_path / "last.pt", **facts)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("harmed",)
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "text", "cut", "harmful", "list"])
+def test_a_file_that_is_no_checkpoint_ends_in_one_line(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.pt"
+    if kind == "empty":
+        path.touch()
+    elif kind == "text":
+        path.write_text("hello\n" * 100)
+    elif kind == "cut":
+        torch.save({"a": torch.ones(1000)}, path)
+        path.write_bytes(path.read_bytes()[:2000])
+    elif kind == "harmful":
+        with path.open("wb") as file:
+            pickle.dump(Harmful(), file)
+    elif kind == "list":
+        torch.save([1], path)
+    with pytest.raises(UserError, match=r"a\.pt") as caught:
+        checkpoint.load(path)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "harmed").exists()

@@ -1,0 +1,241 @@
+"""From a setting to samples, and from a batch to what the network takes."""
+
+import dataclasses
+import functools
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import data
+from config import Config
+from fasttrain import images, settings, shapes
+from fasttrain.errors import UserError
+
+HERE = Path(data.__file__).parent
+
+
+@functools.cache
+def defaults():
+    return settings.load(Config, HERE / "config.yaml", [])[0].data
+
+
+def config(path, **values):
+    return dataclasses.replace(defaults(), path=str(path), **{"image_size": 24, "root": str(path), **values})
+
+
+def photos(root, *names):
+    """Images whose single colour is the number of their place in `names`."""
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        cv2.imwrite(str(root / name), np.full((40, 50, 3), number, np.uint8))
+
+
+def numbers(dataset):
+    return [int(dataset[i][0].mean().round()) for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("val", ["val", "valid", "validation"])
+def test_train_and_val_are_taken_as_they_are(tmp_path, val):
+    photos(tmp_path, "train/a/1.png", "train/b/2.png", f"{val}/b/3.png")
+    sets = data.build(config(tmp_path), 0)
+    assert sets.classes == ["a", "b"]
+    assert (numbers(sets.train), numbers(sets.val)) == ([0, 1], [2])
+    assert sets.val[0][1] == 1  # b, though val has no a
+
+
+@pytest.mark.parametrize("inside", ["", "train/"])
+def test_a_part_is_split_off_where_there_is_no_val(tmp_path, inside):
+    photos(tmp_path, *(f"{inside}{c}/{i}.png" for c in "ab" for i in range(10)))
+    sets = data.build(config(tmp_path, val_fraction=0.2), 3)
+    assert (len(sets.train), len(sets.val)) == (16, 4)
+    assert sorted(numbers(sets.train) + numbers(sets.val)) == list(range(20))
+    assert numbers(data.build(config(tmp_path, val_fraction=0.2), 3).val) == numbers(sets.val)
+    for name in ("train", "val"):
+        part = data.build_split(config(tmp_path, val_fraction=0.2), 3, name, ["a", "b"])
+        assert numbers(part) == numbers(getattr(sets, name))
+
+
+def test_a_class_of_val_that_training_lacks_is_an_error_by_name(tmp_path):
+    photos(tmp_path, "train/a/1.png", "val/zebra/1.png")
+    with pytest.raises(UserError, match="zebra"):
+        data.build(config(tmp_path), 0)
+
+
+def test_evaluation_labels_by_the_classes_of_the_checkpoint(tmp_path):
+    photos(tmp_path, "a/1.png", "c/2.png", "c/3.png")
+    found = data.build_split(config(tmp_path), 0, "all", ["c", "b", "a"])
+    assert sorted(found[i][1] for i in range(3)) == [0, 0, 2]
+    with pytest.raises(UserError, match=r"\bc not among"):
+        data.build_split(config(tmp_path), 0, "all", ["a", "b"])
+
+
+def test_evaluation_takes_the_test_folder(tmp_path):
+    photos(tmp_path, "train/a/1.png", "val/a/2.png", "test/a/3.png")
+    assert numbers(data.build_split(config(tmp_path), 0, "test", ["a"])) == [2]
+    with pytest.raises(UserError, match="divided already"):
+        data.build_split(config(tmp_path), 0, "all", ["a"])
+    with pytest.raises(UserError, match="expected train, val, test or all"):
+        data.build_split(config(tmp_path), 0, "tset", ["a"])
+
+
+def test_a_part_that_is_not_there_is_named(tmp_path):
+    photos(tmp_path, "a/1.png", "a/2.png")
+    with pytest.raises(UserError, match=r"split=test: there is no folder .*test"):
+        data.build_split(config(tmp_path), 0, "test", ["a"])
+
+
+def test_evaluation_does_not_augment(tmp_path):
+    rng = np.random.default_rng(0)
+    photos(tmp_path, "a/1.png")
+    cv2.imwrite(str(tmp_path / "a/1.png"), rng.integers(0, 256, (60, 60, 3), dtype=np.uint8))
+    found = data.build_split(config(tmp_path), 0, "all", ["a"])
+    assert all((found[0][0] == found[0][0]).all() for _ in range(5))
+
+
+def test_augmentation_repeats_with_the_state_of_pythons_generator(tmp_path):
+    photos(tmp_path, "train/a/1.png", "val/a/1.png")
+    cv2.imwrite(str(tmp_path / "train/a/1.png"), np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8))
+    train = data.build(config(tmp_path), 0).train
+
+    def draws(seed):
+        random.seed(seed)
+        return np.stack([train[0][0] for _ in range(6)])
+
+    assert (draws(1) == draws(1)).all()
+    assert not (draws(1) == draws(2)).all()
+    assert len({d.tobytes() for d in draws(1)}) == 6
+
+
+def test_a_broken_file_is_named(tmp_path):
+    photos(tmp_path, "train/a/1.png", "val/a/1.png")
+    (tmp_path / "train/a/1.png").write_bytes(b"")
+    train = data.build(config(tmp_path), 0).train
+    with pytest.raises(images.ImageError, match=r"train/a/1\.png: is empty"):
+        train[0]
+    (tmp_path / "train/a/1.png").unlink()
+    with pytest.raises(images.ImageError, match=r"train/a/1\.png: can't be read"):
+        train[0]
+
+
+def test_the_demo_draws_its_images_once(tmp_path, monkeypatch):
+    real = shapes.draw
+    monkeypatch.setattr(shapes, "draw", lambda root: real(root, 0, 3, 2))
+    cfg = config("shapes", root=str(tmp_path))
+    sets = data.build(cfg, 0)
+    assert (len(sets.train), len(sets.val)) == (24, 16)
+    before = sorted(p.stat().st_mtime_ns for p in tmp_path.rglob("*.jpg"))
+    assert len(data.build(cfg, 0).train) == 24
+    assert sorted(p.stat().st_mtime_ns for p in tmp_path.rglob("*.jpg")) == before
+
+
+def idx(pixels):
+    return struct.pack(">HBB", 0, 8, pixels.ndim) + struct.pack(f">{pixels.ndim}I", *pixels.shape) + pixels.tobytes()
+
+
+FASHION = np.random.default_rng(0).integers(0, 256, (6, 28, 28), dtype=np.uint8)
+
+
+def fashion(root, count=6):
+    raw = root / "FashionMNIST/raw"
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(idx(FASHION[:count]))
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx(np.arange(count, dtype=np.uint8)))
+
+
+def test_a_local_copy_of_a_known_data_set_is_used_where_it_lies(tmp_path):
+    fashion(tmp_path)
+    sets = data.build(config("fashion_mnist", root=str(tmp_path), image_size=28), 0)
+    pixels, label = sets.val[2]
+    assert (label, sets.classes[2], len(sets.train)) == (2, "Pullover", 6)
+    assert (pixels == FASHION[2][:, :, None]).all()  # gray in all three channels
+    test = data.build_split(config("fashion_mnist", root=str(tmp_path)), 0, "test", sets.classes)
+    assert isinstance(test, data.Arrays)
+    assert not test.train
+
+
+def test_without_network_and_copy_the_error_says_what_to_put_where(tmp_path, monkeypatch):
+    def no_network(*args, **kwargs):
+        raise OSError("Network is\nunreachable")
+
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+    for name, place in (("fashion_mnist", "FashionMNIST/raw"), ("cifar10", "cifar-10-python.tar.gz")):
+        with pytest.raises(UserError, match=f"data.path={name}: .*{place}") as caught:
+            data.build(config(name, root=str(tmp_path)), 0)
+        assert "\n" not in str(caught.value)
+        assert str(tmp_path) in str(caught.value)
+
+
+def test_a_copy_that_is_cut_off_is_an_error_in_one_line(tmp_path):
+    fashion(tmp_path)
+    file = tmp_path / "FashionMNIST/raw/train-images-idx3-ubyte"
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(UserError, match=r"data\.path=fashion_mnist"):
+        data.build(config("fashion_mnist", root=str(tmp_path)), 0)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_samples_come_through_worker_processes(tmp_path, method):
+    photos(tmp_path, *(f"{part}/{c}/{i}.png" for part in ("train", "val") for c in "ab" for i in range(2)))
+    val = data.build(config(tmp_path), 0).val
+    assert len(pickle.dumps(val)) < 5000
+    pixels, labels = next(iter(DataLoader(val, 4, num_workers=1, multiprocessing_context=method)))
+    assert (pixels.dtype, tuple(pixels.shape), labels.tolist()) == (torch.uint8, (4, 24, 24, 3), [0, 0, 1, 1])
+
+
+def batch(count=6, size=10):
+    torch.manual_seed(0)
+    return torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8), torch.arange(count) % 4
+
+
+def test_prepare_is_the_plain_formula_in_channels_last():
+    pixels, labels = batch()
+    cfg = config("x")
+    out, same = data.Prepare(cfg, 4, torch.device("cpu"))(pixels, labels, mix=True)
+    expected = (pixels.permute(0, 3, 1, 2).float() / 255 - torch.tensor(cfg.mean).view(3, 1, 1)) / torch.tensor(
+        cfg.std
+    ).view(3, 1, 1)
+    assert torch.allclose(out, expected, atol=1e-5)
+    assert out.dtype == torch.float32
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert same is labels
+
+
+@pytest.mark.parametrize(
+    ("alphas", "least", "most"),
+    [((0.4, 0.0), 0, 0), ((0.0, 1.0), 35, 40), ((0.4, 1.0), 8, 32)],
+    ids=["mixup", "cutmix", "both"],
+)
+def test_mixed_labels_say_how_much_of_each_image_there_is(alphas, least, most):
+    pixels, labels = batch()
+    pixels = labels.to(torch.uint8).view(-1, 1, 1, 1).expand(6, 10, 10, 3) * 60  # the colour is the label
+    prepare = data.Prepare(config("x", mean=[0.0, 0.0, 0.0], std=[1.0, 1.0, 1.0]), 4, torch.device("cpu"), *alphas)
+    cut = 0
+    for _ in range(40):
+        out, soft = prepare(pixels, labels, mix=True)
+        assert torch.allclose(soft.sum(1), torch.ones(6))
+        assert torch.allclose(soft @ torch.arange(4.0) * 60 / 255, out.mean((1, 2, 3)), atol=1e-5)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        cut += bool(out.std((1, 2, 3)).max() > 1e-3)  # cutmix leaves an edge, mixup one colour
+    assert least <= cut <= most
+    plain, same = prepare(pixels, labels, mix=False)
+    assert same is labels
+    assert torch.allclose(plain.mean((1, 2, 3)), labels * 60 / 255, atol=1e-5)
+
+
+def test_torchvision_is_imported_only_where_it_is_used():
+    code = (
+        "import sys, data, torch; from fasttrain import shapes; from types import SimpleNamespace as N; "
+        "data.Prepare(N(mean=[0.]*3, std=[1.]*3), 2, torch.device('cpu')); assert 'torchvision' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True)

@@ -1,0 +1,72 @@
+"""What is chosen for a machine: cores, number format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fasttrain import machine, precision
+
+
+def groups(root: Path, lines: str, files: dict[str, str]) -> Path:
+    for name, text in {"proc/self/cgroup": lines, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "quota"),
+    [
+        ("0::/a/b\n", {"sys/fs/cgroup/a/b/cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/a/b\n", {"sys/fs/cgroup/a/b/cpu.max": "max 100000\n", "sys/fs/cgroup/a/cpu.max": "50000 100000"}, 0.5),
+        ("0::/\n", {"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3.0),
+        ("0::/../../elsewhere\n", {"sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),
+        (
+            "4:cpu,cpuacct:/docker/x\n",
+            {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "250000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"},
+            2.5,
+        ),
+        ("4:cpu:/x\n", {"sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "-1\n"}, None),
+        ("0::/\n", {}, None),
+    ],
+)
+def test_the_quota_of_a_container_is_found(tmp_path: Path, lines: str, files: dict[str, str], quota: float | None) -> None:
+    assert machine.cpu_quota(groups(tmp_path, lines, files)) == quota
+
+
+def test_no_control_groups_no_quota(tmp_path: Path) -> None:
+    assert machine.cpu_quota(tmp_path) is None
+
+
+def test_cores_are_bounded_by_quota_and_affinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert machine.cores(tmp_path) == 8
+    assert machine.cores(groups(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": "250000 100000"})) == 3
+    assert machine.cores(groups(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": "1000 100000"})) == 1
+
+
+@pytest.mark.parametrize(("cores", "processes", "workers"), [(2, 1, 2), (2, 2, 1), (2, 4, 1), (128, 1, 16), (64, 8, 8)])
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, workers: int) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: cores)
+    assert machine.default_workers(processes) == workers
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"),
+    [("flags\t: fpu avx2 avx512_bf16\n", True), ("flags\t: fpu avx2\n", False), ("Features\t: fp asimd bf16\n", True)],
+)
+def test_bfloat16_of_a_cpu_is_read_from_its_flags(tmp_path: Path, flags: str, has: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(f"model name\t: X bf16 amx_bf16\n{flags}")
+    assert precision.cpu_has_bfloat16(tmp_path / "cpuinfo") is has
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert precision.choose("auto", torch.device("cuda")) is dtype
+    assert precision.choose("off", torch.device("cuda")) is None
+    assert precision.choose("fp16", torch.device("cuda")) is torch.float16

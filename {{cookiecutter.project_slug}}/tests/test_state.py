@@ -1,0 +1,61 @@
+"""Where a training stands: best, early stopping, the middle of an epoch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fasttrain.state import State, is_better
+
+
+@pytest.mark.parametrize(
+    ("metric", "best", "mode", "better"),
+    [
+        (0.5, None, "max", True),
+        (0.5, 0.4, "max", True),
+        (0.5, 0.5, "max", False),
+        (0.5, 0.9, "max", False),
+        (0.5, 0.9, "min", True),
+        (0.0, 0.1, "min", True),
+        (-1.0, 0.0, "min", True),
+        (0.0, -1.0, "max", True),
+        (math.nan, None, "max", False),
+        (math.nan, 0.1, "min", False),
+        (math.inf, 0.1, "max", False),
+        (0.1, math.nan, "max", True),
+    ],
+)
+def test_better(metric: float, best: float | None, mode: str, better: bool) -> None:
+    assert is_better(metric, best, mode) is better
+
+
+def test_stops_early_after_epochs_without_gain() -> None:
+    state = State()
+    ran = []
+    for epoch in state.remaining_epochs(20, None):
+        ran.append(epoch)
+        state.finish_epoch([0.1, 0.5, 0.4, 0.5, math.nan, 0.9][epoch], "max", True, early_stop=3)
+    assert ran == [0, 1, 2, 3, 4]
+    assert (state.best, state.best_epoch) == (0.5, 1)
+
+
+def test_an_epoch_that_max_steps_cut_short_is_gone_on_with() -> None:
+    state = State(epoch=2, position=48, step=10)
+    assert list(state.remaining_epochs(5, 10)) == []
+    state.finish_epoch(0.5, "max", complete=False, early_stop=1)
+    assert (state.epoch, state.position, state.stopped) == (2, 48, False)
+    assert next(state.remaining_epochs(5, None)) == 2
+
+
+def test_everything_is_saved_and_restored() -> None:
+    state = State(3, 16, 99, 0.5, 2, 1)
+    other = State()
+    other.restore(state.to_dict())
+    assert other == state
+
+
+def test_a_checkpoint_without_a_newer_number_can_be_restored() -> None:
+    state = State(epochs_without_gain=0)
+    state.restore({"epoch": 4})
+    assert state == State(epoch=4)

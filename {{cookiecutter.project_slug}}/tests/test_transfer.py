@@ -1,0 +1,105 @@
+"""Copying ahead: the next batch's copy is under way before this one is handed over, and memory is kept while in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fasttrain.clock import HostClock
+from fasttrain.transfer import Batch, ahead, leaves, move, plain, to_device
+
+
+class Log:
+    """Plays a device's streams and writes down what is asked of them."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def copy(self, tensors: Any) -> tuple[Any, float, float]:
+        self.lines.append(f"copy {tensors[0]}")
+        return (tensors[0] + 100,), float(tensors[0]), float(tensors[0]) + 0.5
+
+    def hand_over(self, tensors: Any, copied: float) -> None:
+        self.lines.append(f"hand over {tensors[0]} after {copied}")
+
+
+def batch(number: int) -> Batch:
+    return Batch((number,), [number], 0, number, 9, 0, 0.0, None)
+
+
+def test_the_next_copy_starts_before_a_batch_is_used() -> None:
+    log = Log()
+    for got in ahead([batch(0), batch(1), batch(2)], log):
+        log.lines.append(f"use {got.tensors[0]} copied {got.copied}")
+    assert log.lines == [
+        "copy 0",
+        "copy 1",
+        "hand over 100 after 0.5",
+        "use 100 copied (0.0, 0.5)",
+        "copy 2",
+        "hand over 101 after 1.5",
+        "use 101 copied (1.0, 1.5)",
+        "hand over 102 after 2.5",
+        "use 102 copied (2.0, 2.5)",
+    ]
+
+
+def test_no_batches_no_copies() -> None:
+    log = Log()
+    assert list(ahead([], log)) == []
+    assert log.lines == []
+
+
+def test_on_a_cpu_a_batch_stays_where_it_is() -> None:
+    one = batch(0)
+    one.tensors = (torch.ones(3),)
+    before = one.tensors[0].data_ptr()
+    (got,) = to_device([one], torch.device("cpu"), HostClock())
+    assert got.tensors[0].data_ptr() == before
+    assert got.copied is None
+
+
+def test_a_plain_copy_is_timed() -> None:
+    one = batch(0)
+    one.tensors = (torch.ones(3),)
+    (got,) = plain([one], torch.device("meta"), HostClock())
+    assert got.tensors[0].device.type == "meta"
+    assert got.copied is not None
+    assert got.copied[1] >= got.copied[0]
+
+
+def test_nested_tensors_are_moved_and_found() -> None:
+    nested = {"a": torch.ones(1), "b": (torch.ones(2), [torch.ones(3), 5])}
+    moved = move(nested, torch.device("meta"))
+    assert [t.device.type for t in leaves(moved)] == ["meta"] * 3
+    assert moved["b"][1][1] == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_overlap_with_compute_on_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    host = [torch.empty(64 << 20, dtype=torch.uint8).pin_memory() for _ in range(4)]
+    work = torch.randn(4096, 4096, device=device)
+
+    def batches() -> Iterator[Batch]:
+        for number, tensor in enumerate(host):
+            one = batch(number)
+            one.tensors = (tensor,)
+            yield one
+
+    spans = []
+    for got in to_device(batches(), device, HostClock()):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(20):
+            work = work @ work * 1e-3
+        end.record()
+        spans.append((got.copied, begin, end))
+    torch.cuda.synchronize()
+    for (_, begin, end), (copied, _, _) in zip(spans[:-1], spans[1:], strict=True):
+        assert copied is not None
+        assert begin.elapsed_time(copied[1]) < begin.elapsed_time(end), "the next copy ended after this batch's compute"

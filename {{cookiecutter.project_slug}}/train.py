@@ -1,0 +1,151 @@
+"""Train a network.
+
+    python train.py                                                       one process
+    torchrun --standalone --nproc-per-node=auto train.py                  one process for each GPU of this machine
+    torchrun --standalone --nproc-per-node=2 train.py optimizer.lr=0.05   any setting of config.yaml can be changed
+
+launch/ has the lines for several machines, SLURM and Kubernetes. This file is yours, and reads from top to bottom in the
+order it runs. What makes it fast and safe lives in fasttrain/.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import data
+import model
+from config import Config
+from fasttrain import machine, observe, parallel, precision, seeding, settings
+from fasttrain.checkpoint import Keeper, load_weights
+from fasttrain.feed import Feed
+from fasttrain.metrics import Means
+from fasttrain.run import Run, exits_cleanly, start
+from fasttrain.state import State
+from fasttrain.update import Schedule, Update, build_optimizer
+
+HERE = Path(__file__).resolve().parent
+
+
+# ---- what a training is made of ----------------------------------------------------------------------------------------
+
+
+def make_data(cfg: Config, run: Run) -> tuple[data.Datasets, Feed]:
+    """The data sets, and the feed that brings their batches to the device."""
+    with run.first_on_machine():  # a data set known by name is made or fetched once, not by every process
+        sets = data.build(cfg.data, cfg.seed)
+    feed = Feed(
+        sets.train,
+        sets.val,
+        cfg.data,
+        workers=machine.default_workers(run.local_world) if cfg.data.workers is None else cfg.data.workers,
+        epochs=cfg.train.epochs,
+        seed=cfg.seed,
+        rank=run.rank,
+        world=run.world,
+        device=run.device,
+        worker_log=run.worker_log,
+    )
+    run.stack.callback(feed.close)
+    return sets, feed
+
+
+def make_model(cfg: Config, run: Run, classes: int) -> nn.Module:
+    """The network on this device, with the same weights on every rank."""
+    seeding.seed_all(cfg.seed, seeding.WEIGHTS)
+    net = model.build_model(cfg.model, classes, cfg.data.image_size)
+    if cfg.model.weights is not None:
+        load_weights(net, cfg.model.weights)
+    return parallel.wrap(
+        net,
+        run.device,
+        channels_last=cfg.model.channels_last,
+        sync_batchnorm=cfg.model.sync_batchnorm,
+        compile_model=cfg.model.compile,
+    )
+
+
+def make_update(cfg: Config, run: Run, net: nn.Module, batches: int) -> Update:
+    """Optimizer, learning rate and mixed precision. batches: of an epoch."""
+    opt, steps = cfg.optimizer, -(-batches // cfg.train.accumulate) * cfg.train.epochs
+    return Update(
+        net,
+        build_optimizer(net, opt),
+        Schedule(opt.lr, steps, opt.warmup_steps, opt.final_lr),
+        run.device,
+        dtype=precision.choose(cfg.amp, run.device),
+        accumulate=cfg.train.accumulate,
+        clip_norm=cfg.train.clip_norm,
+    )
+
+
+# ---- the training ------------------------------------------------------------------------------------------------------
+
+
+def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
+    sets, feed = make_data(cfg, run)
+    prepare = data.Prepare(cfg.data, len(sets.classes), run.device, cfg.train.mixup, cfg.train.cutmix)
+    net = make_model(cfg, run, len(sets.classes))
+    update = make_update(cfg, run, net, feed.batches())
+    observe.check_metric(model.compute_metrics(torch.zeros(1, 1), torch.zeros(1, dtype=torch.long)), cfg.checkpoint.metric)
+
+    state = State()  # all that the loop counts; this, the weights and the optimizer are what a checkpoint holds
+    facts = {"classes": sets.classes, "training_samples": len(sets.train), "settings": saved}
+    keeper = Keeper(run, state, net, update, facts, cfg.checkpoint)
+    report = observe.Report(run, cfg, feed, state, len(sets.classes))
+    watch = report.watch
+
+    # Nothing in the loop waits for the device: no .item(), no print of a loss. watch keeps the loss as a tensor and has its
+    # value read batches later. One line per thing that happens to a batch; delete a mark and its time goes to the next one.
+    for epoch in state.remaining_epochs(cfg.train.epochs, cfg.train.max_steps):
+        for batch in watch.batches(feed.train(epoch, state.position, update.batches_left(state, cfg.train.max_steps))):
+            with update.forward(batch):  # autocast; while accumulating, without a sum over the ranks
+                images, labels = prepare(*batch.tensors, mix=True)  # uint8 to normalised float, mixup: on the device
+                loss = model.compute_loss(net(images), labels, cfg.train.label_smoothing)
+            watch.mark("forward")
+            update.backward(loss)
+            watch.mark("backward")
+            update.step_if_due(state)  # every train.accumulate batches: unscale, clip, optimizer, schedule, zero
+            watch.mark("optimizer")
+            state.advance(batch)
+            watch.note(state.step, loss, update.lr)
+            keeper.save_last_if_due(watch)
+
+        with watch.pause("validation"):  # stop the clock
+            metrics = validate(net, feed, prepare, precision.autocast(run.device, update.dtype))
+        complete = feed.batches(state.position) == 0  # False if max_steps ended the epoch in the middle
+        improved = state.finish_epoch(metrics[cfg.checkpoint.metric], cfg.checkpoint.mode, complete, cfg.train.early_stop)
+        report.epoch(epoch, state, metrics, improved)
+        keeper.save_epoch(watch, metrics, improved)  # best.pt if better, last.pt to go on from
+
+    report.end(state)
+
+
+@torch.no_grad()
+def validate(net: nn.Module, feed: Feed, prepare: data.Prepare, autocast: torch.autocast) -> dict[str, float]:
+    """Means over the validation set; each sample counts once, whatever the number of processes."""
+    parallel.share_buffers(net)  # all ranks judge the same network
+    plain = parallel.unwrap(net).eval()  # ranks may differ by one batch, which DDP's own forward would wait for
+    means = Means()
+    for batch in feed.validation():
+        with autocast:
+            images, labels = prepare(*batch.tensors, mix=False)
+            logits = plain(images)
+        means.add(model.compute_metrics(logits, labels))
+    plain.train()
+    return means.reduce()
+
+
+def main() -> None:
+    with exits_cleanly():
+        cfg, saved = settings.load(Config, HERE / "config.yaml", sys.argv[1:])
+        with start(saved, cfg.run, cfg.resume, HERE) as run:
+            train(cfg, saved, run)
+
+
+if __name__ == "__main__":  # loader workers that are not forked import this file: it must start nothing then
+    main()
