@@ -11,9 +11,11 @@ COUNT_PROCESSES = import torch; print(1 if torch.cuda.device_count() == 1 else 2
 TOO_OLD = import sys; sys.exit(sys.version_info < (3, 10) and "Python %d.%d is too old: 3.10 or newer is needed, name one by PYTHON=/path/to/python3" % sys.version_info[:2] or 0)
 
 # $(call bake,FOLDER): a fresh project with the default answers in build/FOLDER, its packages installed.
-# The user's cookiecutter defaults are left out, so that every machine gets the same project.
+# The user's cookiecutter defaults are left out, so that every machine gets the same project. cookiecutter copies all that
+# lies in the template folder, so the caches of whoever worked there go first.
 define bake
 	@echo "bake: build/$(1)/$(SLUG)"
+	@find "{{cookiecutter.project_slug}}" \( -name __pycache__ -o -name '.*_cache' \) -prune -exec rm -rf {} +
 	@rm -rf "build/$(1)" && mkdir -p "build/$(1)"
 	@"$(PY)" -m cookiecutter --no-input --default-config --output-dir "build/$(1)" . >"build/$(1)/bake.log" || { cat "build/$(1)/bake.log" >&2; exit 1; }
 	+@$(call project,$(1),env)
@@ -60,7 +62,6 @@ test: env  ## all tests: the template's, then those of a baked project
 	@"$(PY)" -m pytest
 	+@$(call project,test,test)
 
-# No caches in the template folder: cookiecutter would copy them.
 lint: env  ## style and types of the template and the project
 	$(call bake,lint)
 	@"$(PY)" -m ruff check --no-cache . && "$(PY)" -m ruff format --no-cache --check .

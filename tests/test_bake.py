@@ -21,10 +21,25 @@ else:
     import tomli as tomllib
 
 # Every file of a project. A new one is added here, so that none comes or goes unseen.
+TOP = ".gitignore LICENSE Makefile README.md config.py config.yaml data.py model.py pyproject.toml train.py"
+FASTTRAIN = """
+    __init__ __main__ checkpoint clock dashboard dashboard_panel errors feed folder gauges host images logs
+    machine metrics observe overrides parallel precision records run sampler seeding settings settings_file
+    shapes sinks stand_in state tensorboard transfer typed update watch window
+"""
+TOOLS = "__init__ evaluate project"
+LAUNCH = "kubernetes.yaml one_machine.sh several_machines.sh slurm.sbatch"
+TESTS = """
+    checkpoint dashboard data device feed folder gauges images logs records sampler seeding settings shapes
+    state training transfer update watch
+"""
 FILES = {
-    *(".gitignore", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
-    *("config.py", "config.yaml", "data.py", "model.py", "train.py"),
-    *(f"launch/{name}" for name in ("kubernetes.yaml", "one_machine.sh", "several_machines.sh", "slurm.sbatch")),
+    *TOP.split(),
+    *(f"fasttrain/{name}.py" for name in FASTTRAIN.split()),
+    *(f"fasttrain/tools/{name}.py" for name in TOOLS.split()),
+    *(f"launch/{name}" for name in LAUNCH.split()),
+    "tests/conftest.py",
+    *(f"tests/test_{name}.py" for name in TESTS.split()),
 }
 
 # Text that has broken generated files elsewhere, and that is allowed here.

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fasttrain.settings import location
-from fasttrain.settings import value
+from fasttrain.settings import location, value
 
 DATASETS = ("shapes", "fashion_mnist", "cifar10")  # the data sets that data.py knows by name
 

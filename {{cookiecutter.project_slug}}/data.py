@@ -110,8 +110,8 @@ class Arrays(Dataset[Sample]):
 class Datasets:
     """What train.py trains on. A label is a place in `classes`, which are saved in each checkpoint."""
 
-    train: Dataset[Sample]
-    val: Dataset[Sample]
+    train: Images | Arrays
+    val: Images | Arrays
     classes: list[str]
 
 
@@ -125,11 +125,11 @@ def build(cfg: Data, seed: int) -> Datasets:
         train, classes = _from_torchvision(cfg, train=True)
         val, _ = _from_torchvision(cfg, train=False)  # the published test set
         return Datasets(train, val, classes)
-    train_files, val_files = _train_and_val(_image_folder(cfg, seed), cfg.val_fraction, seed)
+    train_files, val_files = _train_and_val(_image_folder(cfg), cfg.val_fraction, seed)
     return Datasets(Images(train_files, cfg, train=True), Images(val_files, cfg, train=False), train_files.classes)
 
 
-def build_split(cfg: Data, seed: int, split: str, classes: Sequence[str]) -> Dataset[Sample]:
+def build_split(cfg: Data, seed: int, split: str, classes: Sequence[str]) -> Images | Arrays:
     """One part of the data as validation sees it, without augmentation: for `python -m fasttrain evaluate`.
 
     Args:
@@ -147,7 +147,7 @@ def build_split(cfg: Data, seed: int, split: str, classes: Sequence[str]) -> Dat
             mine, theirs = ", ".join(classes), ", ".join(names)
             raise UserError(f"data.path={cfg.path}: its classes ({theirs}) are not those of the checkpoint ({mine})")
         return found
-    root = _image_folder(cfg, seed)
+    root = _image_folder(cfg)
     if split in ("train", "val"):
         files = _train_and_val(root, cfg.val_fraction, seed)[0 if split == "train" else 1]
     elif split == "test":
@@ -166,7 +166,7 @@ def build_split(cfg: Data, seed: int, split: str, classes: Sequence[str]) -> Dat
     return Images(files.with_classes(classes), cfg, train=False)
 
 
-def _image_folder(cfg: Data, seed: int) -> Path:
+def _image_folder(cfg: Data) -> Path:
     """The folder that ``data.path`` means; the demo's is drawn on first use."""
     if cfg.path != "shapes":
         return Path(cfg.path)
@@ -207,8 +207,8 @@ def _from_torchvision(cfg: Data, train: bool, augment: bool = True) -> tuple[Arr
             logger.info("fetching {} into {}", cfg.path, cfg.root)
             socket.setdefaulttimeout(30)  # seconds without an answer; torchvision itself would wait for ever
             found = kind(cfg.root, train=train, download=True)
-    except (RuntimeError, OSError, ValueError, EOFError) as error:  # no network, or files cut off by an earlier kill
-        reason = " ".join(str(error).split())
+    except (RuntimeError, OSError, ValueError, AssertionError) as error:  # no network, or files cut off by a kill
+        reason = " ".join(str(error).split()) or "the files there are damaged"
         raise UserError(
             f"data.path={cfg.path}: not usable in {cfg.root} and not to be downloaded ({reason}); "
             f"put {place} there, or set data.path to an image folder"
@@ -241,19 +241,19 @@ class Prepare:
             makers = [(v2.MixUp, mixup), (v2.CutMix, cutmix)]  # they draw on the CPU: no sync
             self.mix = v2.RandomChoice([make(alpha=alpha, num_classes=classes) for make, alpha in makers if alpha])
 
-    def __call__(self, images: torch.Tensor, labels: torch.Tensor, mix: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise, and mix if asked to and switched on.
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalise, and in training mix.
 
         Args:
             images: uint8 (N, H, W, 3) on the device.
             labels: int64 (N,).
-            mix: True in training, False in validation.
+            training: mix, if that is switched on.
 
         Returns:
             images: float32 (N, 3, H, W) in channels_last order: permuting only renames the axes, nothing is moved.
             labels: as they came, or float32 (N, classes) that sum to 1 where images were mixed.
         """
         normalised = (images.permute(0, 3, 1, 2) * self.scale).add_(self.shift)
-        if mix and self.mix is not None:
+        if training and self.mix is not None:
             normalised, labels = self.mix(normalised, labels)
         return normalised, labels

@@ -1,7 +1,7 @@
 """The network, its loss and its metrics: yours to change.
 
-A network takes normalised float images (N, 3, H, W) and gives logits (N, classes). To use one of your own, return it from
-`build_model`; for another task change `compute_loss` and `compute_metrics` with it.
+A network takes normalised float images (N, 3, H, W) and gives logits (N, classes). To use one of your own, return it
+from `build_model`; for another task change `compute_loss` and `compute_metrics` with it.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ def build_model(cfg: Model, classes: int, image_size: int) -> nn.Module:
 
 def with_small_stem(model: nn.Module) -> nn.Module:
     """For ResNets: a first convolution that keeps the resolution, and no pooling after it. Others stay as they are."""
-    if isinstance(getattr(model, "conv1", None), nn.Conv2d) and hasattr(model, "maxpool"):
-        model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
+    first = getattr(model, "conv1", None)
+    if isinstance(first, nn.Conv2d) and hasattr(model, "maxpool"):
+        model.conv1 = nn.Conv2d(3, first.out_channels, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     return model
 
 
 class SmallResNet(nn.Module):
-    """Six convolutions, two of them in each of two residual blocks; for images of about 20 to 64 pixels, pleasant on a CPU.
+    """Five convolutions, two of them in a residual block, for images of about 20 to 64 pixels; pleasant on a CPU.
 
-    Pooling stands early, so that most of the work is done at a quarter of the resolution.
+    Pooling stands early, so that most of the work is done at a sixteenth of the pixels.
     """
 
     def __init__(self, classes: int, width: int = 64) -> None:
         super().__init__()
         self.stem = nn.Sequential(conv(3, width // 2), nn.MaxPool2d(2))
-        self.first = nn.Sequential(conv(width // 2, width), Residual(width), nn.MaxPool2d(2))
-        self.second = nn.Sequential(conv(width, 2 * width), Residual(2 * width))
+        self.body = nn.Sequential(conv(width // 2, width), nn.MaxPool2d(2), Residual(width), conv(width, 2 * width))
         self.head = nn.Linear(2 * width, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        features = self.second(self.first(self.stem(images)))
+        features = self.body(self.stem(images))
         logits: torch.Tensor = self.head(features.amax(dim=(2, 3)))
         return logits
 

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node=auto train.py                  one process for each GPU of this machine
     torchrun --standalone --nproc-per-node=2 train.py optimizer.lr=0.05   any setting of config.yaml can be changed
 
-launch/ has the lines for several machines, SLURM and Kubernetes. This file is yours, and reads from top to bottom in the
-order it runs. What makes it fast and safe lives in fasttrain/.
+launch/ has the lines for several machines, SLURM and Kubernetes. This file is yours, and reads from top to bottom in
+the order it runs. What makes it fast and safe lives in fasttrain/.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fasttrain.update import Schedule, Update, build_optimizer
 HERE = Path(__file__).resolve().parent
 
 
-# ---- what a training is made of ----------------------------------------------------------------------------------------
+# ---- what a training is made of --------------------------------------------------------------------------------------
 
 
 def make_data(cfg: Config, run: Run) -> tuple[data.Datasets, Feed]:
@@ -83,7 +83,7 @@ def make_update(cfg: Config, run: Run, net: nn.Module, batches: int) -> Update:
     )
 
 
-# ---- the training ------------------------------------------------------------------------------------------------------
+# ---- the training ----------------------------------------------------------------------------------------------------
 
 
 def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
@@ -91,7 +91,9 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
     prepare = data.Prepare(cfg.data, len(sets.classes), run.device, cfg.train.mixup, cfg.train.cutmix)
     net = make_model(cfg, run, len(sets.classes))
     update = make_update(cfg, run, net, feed.batches())
-    observe.check_metric(model.compute_metrics(torch.zeros(1, 1), torch.zeros(1, dtype=torch.long)), cfg.checkpoint.metric)
+    observe.check_metric(
+        model.compute_metrics(torch.zeros(1, 1), torch.zeros(1, dtype=torch.long)), cfg.checkpoint.metric
+    )
 
     state = State()  # all that the loop counts; this, the weights and the optimizer are what a checkpoint holds
     facts = {"classes": sets.classes, "training_samples": len(sets.train), "settings": saved}
@@ -99,12 +101,15 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
     report = observe.Report(run, cfg, feed, state, len(sets.classes))
     watch = report.watch
 
-    # Nothing in the loop waits for the device: no .item(), no print of a loss. watch keeps the loss as a tensor and has its
-    # value read batches later. One line per thing that happens to a batch; delete a mark and its time goes to the next one.
+    # Nothing in the loop waits for the device: no .item(), no print of a loss. watch keeps the loss as a tensor and
+    # has its value read batches later. One line per thing that happens to a batch; delete a mark and its time goes to
+    # the next one.
     for epoch in state.remaining_epochs(cfg.train.epochs, cfg.train.max_steps):
         for batch in watch.batches(feed.train(epoch, state.position, update.batches_left(state, cfg.train.max_steps))):
             with update.forward(batch):  # autocast; while accumulating, without a sum over the ranks
-                images, labels = prepare(*batch.tensors, mix=True)  # uint8 to normalised float, mixup: on the device
+                images, labels = prepare(
+                    *batch.tensors, training=True
+                )  # uint8 to normalised float, mixup: on the device
                 loss = model.compute_loss(net(images), labels, cfg.train.label_smoothing)
             watch.mark("forward")
             update.backward(loss)
@@ -112,13 +117,15 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
             update.step_if_due(state)  # every train.accumulate batches: unscale, clip, optimizer, schedule, zero
             watch.mark("optimizer")
             state.advance(batch)
-            watch.note(state.step, loss, update.lr)
+            watch.note(update.step, loss, update.lr)
             keeper.save_last_if_due(watch)
 
         with watch.pause("validation"):  # stop the clock
             metrics = validate(net, feed, prepare, precision.autocast(run.device, update.dtype))
         complete = feed.batches(state.position) == 0  # False if max_steps ended the epoch in the middle
-        improved = state.finish_epoch(metrics[cfg.checkpoint.metric], cfg.checkpoint.mode, complete, cfg.train.early_stop)
+        improved = state.finish_epoch(
+            metrics[cfg.checkpoint.metric], cfg.checkpoint.mode, complete, cfg.train.early_stop
+        )
         report.epoch(epoch, state, metrics, improved)
         keeper.save_epoch(watch, metrics, improved)  # best.pt if better, last.pt to go on from
 
@@ -133,7 +140,7 @@ def validate(net: nn.Module, feed: Feed, prepare: data.Prepare, autocast: torch.
     means = Means()
     for batch in feed.validation():
         with autocast:
-            images, labels = prepare(*batch.tensors, mix=False)
+            images, labels = prepare(*batch.tensors, training=False)
             logits = plain(images)
         means.add(model.compute_metrics(logits, labels))
     plain.train()

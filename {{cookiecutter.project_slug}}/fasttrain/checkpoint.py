@@ -1,8 +1,9 @@
 """Checkpoints: whole files of plain data.
 
-`best.pt` is written only when the validation metric improves, `last.pt` at the end of each epoch and every so many minutes,
-to go on from. A file is written beside its place and renamed, so that at any moment the old or the new one is there, whole.
-It holds tensors, numbers and texts only and loads with ``torch.load(weights_only=True)``, which executes nothing.
+`best.pt` is written only when the validation metric improves, `last.pt` at the end of each epoch and every so many
+minutes, to go on from. A file is written beside its place and renamed, so that at any moment the old or the new one
+is there, whole. It holds tensors, numbers and texts only and loads with ``torch.load(weights_only=True)``, which
+executes nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def clean_keys(weights: Mapping[str, Any]) -> dict[str, Any]:
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Start the model from a checkpoint of this project, or from a plain file of weights.
 
-    Every name must match. Only the last layer may have another shape (another number of classes): it keeps its fresh weights.
+    Every name must match. Only the last layer may have another shape (another number of classes): it keeps its fresh
+    weights.
     """
     content = load(path)
     weights = clean_keys(content.get("model", content))
@@ -88,7 +90,9 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     if missing or unknown:
         kind, names = ("lacks", missing) if missing else ("has the unknown", unknown)
-        raise UserError(f"model.weights={path}: the checkpoint {kind} {names[0]} ({len(names)} in all): another model.name?")
+        raise UserError(
+            f"model.weights={path}: the checkpoint {kind} {names[0]} ({len(names)} in all): another model.name?"
+        )
     other = [name for name, value in weights.items() if getattr(value, "shape", None) != own[name].shape]
     last = {name.rpartition(".")[0] for name in [*own][-2:]}
     for name in other:
@@ -128,7 +132,9 @@ class Keeper:
         """
         content = load(path)
         if content.get("format") != FORMAT or "state" not in content:
-            raise UserError(f"resume={path}: not a checkpoint of this project (to start from its weights: model.weights=...)")
+            raise UserError(
+                f"resume={path}: not a checkpoint of this project (to start from its weights: model.weights=...)"
+            )
         for fact in ("classes", "training_samples"):
             saved, now = content["facts"].get(fact), self.facts.get(fact)
             if saved != now:

@@ -1,7 +1,8 @@
 """Feeding the training: data set -> loader workers -> batches on the device.
 
-The data set is the user's: ``__getitem__(index)`` gives a tuple of arrays and numbers of fixed shape. Workers run it with
-every draw seeded by (seed, epoch, index), so that neither their number nor that of the processes changes what is learnt.
+The data set is the user's: ``__getitem__(index)`` gives a tuple of arrays and numbers of fixed shape. Workers run it
+with every draw seeded by (seed, epoch, index), so that neither their number nor that of the processes changes what is
+learnt.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sized
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
@@ -22,13 +23,22 @@ from fasttrain.logs import WorkerLog
 from fasttrain.sampler import BatchKey, GlobalOrderSampler, TrainingBatches, ValidationBatches
 from fasttrain.transfer import Batch, to_device
 
+
+class MapDataset(Protocol):
+    """A data set with a length and an index: what `Feed` takes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
 VALIDATION_EPOCH = (1 << 40) - 1  # validation draws, should there be any, are the same each time
 
 
 class SeededSamples(Dataset[Any]):
     """The user's data set as the workers see it: a whole batch a call, every draw seeded, the time taken."""
 
-    def __init__(self, dataset: Any, seed: int, rank: int, training: bool, made: torch.Tensor) -> None:
+    def __init__(self, dataset: MapDataset, seed: int, rank: int, training: bool, made: torch.Tensor) -> None:
         self.dataset, self.seed, self.rank, self.training = dataset, seed, rank, training
         self.made = made  # int64 in shared memory: batches made so far, one place a worker
 
@@ -85,7 +95,7 @@ class Feed:
     """Gives the batches of an epoch, and those of validation, on the device.
 
     Args:
-        train, val: data sets with ``__len__`` and ``__getitem__``.
+        train, val: data sets; a sample is a tuple of arrays and numbers of fixed shape.
         data: the section ``data`` of the settings.
         workers: loader processes of this rank.
         epochs: of the whole training.
@@ -94,8 +104,8 @@ class Feed:
 
     def __init__(
         self,
-        train: Sized,
-        val: Sized,
+        train: MapDataset,
+        val: MapDataset,
         data: Any,
         *,
         workers: int,
@@ -195,7 +205,7 @@ class Feed:
         return DataLoader(
             samples,
             batch_sampler=keys,  # type: ignore[arg-type]  # a key stands for a list of indices
-            collate_fn=samples.collate,
+            collate_fn=samples.collate,  # type: ignore[arg-type]  # takes what __getitems__ gave
             num_workers=self.workers,
             pin_memory=accelerated if wants_pinned is None else wants_pinned and accelerated,
             generator=torch.Generator().manual_seed(self.seed),  # else it would draw from the training's own stream

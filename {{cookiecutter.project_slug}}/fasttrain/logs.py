@@ -75,7 +75,7 @@ class Log:
         self._rank, self._level, self._sinks = rank, level, sinks
         self._pid = os.getpid()
         self._closed = False
-        source: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        source: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._queue = _ToQueue(source)
         self._listener = Listener(source, sinks)
         self._hooks = _Hooks(level)
@@ -108,7 +108,7 @@ class Log:
     def close(self) -> None:
         """Writes all that was logged, then stops and puts back what `start` replaced.
 
-        Each part can be repeated: a second signal may interrupt it, and it runs again at the interpreter's exit.
+        Each part can be repeated: where a signal breaks in, it runs again at the interpreter's exit.
         """
         if self._closed or os.getpid() != self._pid:
             return

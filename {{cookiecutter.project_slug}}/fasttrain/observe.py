@@ -1,8 +1,9 @@
-"""Puts the watching of a run together: stopwatch, records, gauges, dashboard; and what is said at its start, its epochs, its end."""
+"""The watching of a run: stopwatch, records, gauges and dashboard together, and what is said of the run in its log."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,9 +59,8 @@ class Report:
         self.run, self.settings = run, settings
         self.recorder = Recorder(run.dir, run.rank, run.started)
         run.stack.callback(self.recorder.close)
-        # The gauges look at this device's GPU; on a CPU, AMD or Apple device NVML is left alone.
-        index = run.device.index if run.device.type == "cuda" and not torch.version.hip else None
-        gauges = run.stack.enter_context(Gauges(self.recorder.event, run.dir, index))
+        index, uuid = _nvidia(run.device)
+        gauges = run.stack.enter_context(Gauges(self.recorder.event, _disk(settings), index, uuid=uuid))
         self.totals = Totals(run.world)
         self.watch = Watch(self.recorder, feed.clock, run.started, run.began)
         run.stack.callback(self.watch.close)
@@ -103,17 +103,39 @@ class Report:
         if train.max_steps is not None:
             total = min(total, train.max_steps * train.accumulate)
         view = dashboard.make_view(
-            board.every, board.window, self.run.world, total, feed.workers, gauges, logs.console, title=self.run.dir.name
+            board.every,
+            board.window,
+            self.run.world,
+            total,
+            feed.workers,
+            gauges,
+            logs.console,
+            title=self.run.dir.name,
         )
         view.set_total(total, per_epoch * state.epoch + state.position // feed.global_batch)
         self.recorder.show_on(view)
         if board.tensorboard:
             from fasttrain.tensorboard import TensorBoardView  # half a second and an extra package: only when asked for
 
-            self.recorder.show_on(TensorBoardView(self.run.dir))
+            self.recorder.show_on(TensorBoardView(self.run.dir, world=self.run.world))
 
 
 def check_metric(metrics: Mapping[str, Any], name: str) -> None:
     """Refuse a ``checkpoint.metric`` that the model does not give."""
     if name not in metrics:
-        raise SettingsError("checkpoint.metric", name, f"one of {', '.join(metrics)}, which compute_metrics in model.py gives")
+        raise SettingsError(
+            "checkpoint.metric", name, f"one of {', '.join(metrics)}, which compute_metrics in model.py gives"
+        )
+
+
+def _nvidia(device: torch.device) -> tuple[int | None, str | None]:
+    """Number and UUID of this device's NVIDIA GPU; None leaves NVML alone (a CPU, AMD or Apple device)."""
+    if device.type != "cuda" or torch.version.hip:
+        return None, None
+    return device.index, str(getattr(torch.cuda.get_device_properties(device), "uuid", "")) or None
+
+
+def _disk(settings: Any) -> Path:
+    """The place whose disk is watched: the data's, or where data sets known by name are kept."""
+    path = Path(settings.data.path)
+    return path if path.exists() else Path(settings.data.root)

@@ -15,12 +15,12 @@ def wrap(
 ) -> nn.Module:
     """Move the model to the device and, where there are several ranks, into DistributedDataParallel.
 
-    DDP's broadcast of buffers before each forward pass is off: batch-norm statistics take no part in training, so they are
-    made equal when they are used, before validation and saving (`share_buffers`), not in every step.
+    DDP's broadcast of buffers before each forward pass is off: batch-norm statistics take no part in training, so
+    they are made equal when they are used, before validation and saving (`share_buffers`), not in every step.
     """
     model = model.to(device)
     if channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = model.to(memory_format=torch.channels_last)
     several = dist.is_initialized() and dist.get_world_size() > 1
     if sync_batchnorm:
         if device.type != "cuda":
@@ -31,18 +31,18 @@ def wrap(
     if not several:
         return model
     ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    wrapped.broadcast_buffers = False  # not as an argument, which newer releases of PyTorch warn of
+    return wrapped
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's model inside DistributedDataParallel and torch.compile."""
     while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        else:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if inner is None:
             return model
+        model = inner
 
 
 def share_buffers(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ def native(device: torch.device) -> torch.dtype | None:
 
 
 def cpu_has_bfloat16(cpuinfo: Path) -> bool:
-    """Whether the CPU has bfloat16 dot products (AVX512-BF16, AMX, Arm's BF16). Emulated they would be slower than float32."""
+    """Whether the CPU has bfloat16 dot products (AVX512-BF16, AMX, Arm's BF16); emulated it is slower than float32."""
     try:
         text = cpuinfo.read_text()
     except OSError:

@@ -97,7 +97,7 @@ class Recorder:
         self._warned: set[str] = set()
         self._pid = os.getpid()
         self._closed = False
-        self._stop = threading.Event()
+        self._stop, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -130,14 +130,13 @@ class Recorder:
         if self._closed or os.getpid() != self._pid:
             return
         self._stop.set()
-        self._thread.join(PATIENCE)
-        blocked = self._thread.is_alive()
+        blocked = not self._ended.wait(PATIENCE)
         if blocked:
             self._close_views()  # the terminal gets its cursor back
-            self._unwritten += len(self._pending) + len(self._events)
         else:
             for file in self._files:
                 file.close()
+        self._unwritten += len(self._pending) + len(self._events)
         self._closed = True
         atexit.unregister(self.close)
         if self.lost or blocked:
@@ -154,10 +153,13 @@ class Recorder:
         self.close()
 
     def _run(self) -> None:
-        while not self._stop.wait(EVERY):
+        try:
+            while not self._stop.wait(EVERY):
+                self._drain()
             self._drain()
-        self._drain()
-        self._close_views()
+        finally:
+            self._close_views()
+            self._ended.set()
 
     def _drain(self) -> None:
         records = [self._with_number(self._pending.popleft()) for _ in range(len(self._pending))]

@@ -34,8 +34,8 @@ OTHERS_WAIT = 10.0  # seconds that a rank waits before it says an error which ra
 class Run:
     """This process's place in the training.
 
-    rank counts over all machines, local_rank on this one; started is when the run first began (``time.time()``), began when
-    this process did; resume is the checkpoint to go on from.
+    rank counts over all machines, local_rank on this one; started is when the run first began (``time.time()``),
+    began when this process did; resume is the checkpoint to go on from.
     """
 
     rank: int
@@ -66,9 +66,10 @@ class Run:
                 answer[1] = (str(error), error.exit_code)
         dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
         if answer[1] is not None:
-            error = UserError(answer[1][0])
-            error.exit_code = answer[1][1]
-            raise error
+            text, code = answer[1]
+            said = UserError(text)
+            said.exit_code = code
+            raise said
         result: T = answer[0]
         return result
 
@@ -107,11 +108,14 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
                 _write_facts(place, settings, home)
             logger.info("run directory {}", place.dir)
             if resume == "auto":
-                logger.info("resume=auto: {}", f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh")
+                logger.info(
+                    "resume=auto: {}",
+                    f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh",
+                )
             yield place
         except UserError:
-            # An error that all ranks meet is to be read once: rank 0 says it, and the launcher then ends the others. One
-            # that rank 0 does not meet is said by its own rank after a while.
+            # An error that all ranks meet is to be read once: rank 0 says it, and the launcher then ends the others.
+            # One that rank 0 does not meet is said by its own rank after a while.
             if place.local_rank > 0:
                 time.sleep(OTHERS_WAIT)
             raise
@@ -188,10 +192,7 @@ def _claim(directory: str | None, resume: str | None, began: float, home: Path) 
     if facts.exists() and resume is None:
         expected = "a new folder: this one holds a run already. resume=auto goes on with it"
         raise SettingsError("run.dir", directory, expected)
-    if resume == "auto":
-        checkpoint = str(last) if last.exists() else None
-    else:
-        checkpoint = resume
+    checkpoint = resume if resume != "auto" else str(last) if last.exists() else None
     started = float(json.loads(facts.read_text())["started"]) if facts.exists() and checkpoint else began
     return str(path), checkpoint, started
 

@@ -1,8 +1,8 @@
 """The order of the samples, and each rank's part of it.
 
-An epoch is one global order of all samples, drawn from (seed, epoch). Rank r takes every world-size-th sample of it, so the
-k-th batches of all ranks together are the k-th global batch, whatever the number of processes, and "how far the epoch has
-come" is one number: the position in the global order.
+An epoch is one global order of all samples, drawn from (seed, epoch). Rank r takes every world-size-th sample of it,
+so the k-th batches of all ranks together are the k-th global batch, whatever the number of processes, and "how far
+the epoch has come" is one number: the position in the global order.
 """
 
 from __future__ import annotations
@@ -33,11 +33,18 @@ class GlobalOrderSampler(Sampler[int]):
         size: samples in the data set.
         num_replicas, rank: processes, and which of them this is.
         shuffle: a new order each epoch; otherwise 0, 1, 2, ...
-        drop_last: leave out the samples at the end that don't go round all replicas; otherwise fill up from the beginning.
+        drop_last: leave out the samples at the end that don't go round all replicas; otherwise fill up from the
+        beginning.
     """
 
     def __init__(
-        self, size: int, num_replicas: int = 1, rank: int = 0, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+        self,
+        size: int,
+        num_replicas: int = 1,
+        rank: int = 0,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
     ) -> None:
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank {rank} is not within 0..{num_replicas - 1}")

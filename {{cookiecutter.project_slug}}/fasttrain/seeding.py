@@ -1,11 +1,12 @@
 """Where random numbers come from.
 
-Every draw of a training is a function of (seed, place): a sample's augmentation of (seed, epoch, index), a step's dropout of
-(seed, epoch, position, rank), any other draw in a loader worker of (seed, rank, worker, epoch, batch). So the result
-depends neither on the number of workers nor on what was drawn before, and a resumed run needs no saved random states.
+Every draw of a training is a function of (seed, place): a sample's augmentation of (seed, epoch, index), a step's
+dropout of (seed, epoch, position, rank), any other draw in a loader worker of (seed, rank, worker, epoch, batch). So
+the result depends neither on the number of workers nor on what was drawn before, and a resumed run needs no saved
+random states.
 
-Python's, NumPy's and torch's global generators are set, since that is what transforms draw from. It costs about 8 us for
-the three together.
+Python's, NumPy's and torch's global generators are set, since that is what transforms draw from. It costs about 8 us
+for the three together.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
-    """One 64-bit number from several, by SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators)."""
+    """One 64-bit number from several: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom generators)."""
     z = 0
     for part in parts:
         z = (z + part + 0x9E3779B97F4A7C15) & _MASK
@@ -33,7 +34,7 @@ def mix(*parts: int) -> int:
 
 
 def seed_all(*parts: int) -> None:
-    """Set Python's, NumPy's and torch's global generators (CPU; and CUDA's where CUDA is in use) from ``mix(*parts)``."""
+    """Set Python's, NumPy's and torch's global generators (CUDA's too where CUDA is in use) from ``mix(*parts)``."""
     value = mix(*parts)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)

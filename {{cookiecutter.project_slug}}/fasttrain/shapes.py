@@ -22,6 +22,11 @@ from fasttrain import folder
 
 CLASSES = ("checker", "circle", "cross", "ring", "square", "star", "stripes", "triangle")
 SIDES = (48, 112)  # pixels, least and most, of each side
+UPRIGHT = {
+    "square": math.pi / 4,
+    "star": -math.pi / 2,
+    "triangle": -math.pi / 2,
+}  # radians, from the first corner's place
 
 Image = NDArray[np.uint8]
 Colour = tuple[int, int, int]
@@ -60,9 +65,9 @@ def _picture(name: str, rng: random.Random, noise: NDArray[np.float32]) -> Image
     image = _background(height, width, rng)
     for _ in range(rng.randint(0, 2)):
         _stroke(image, rng)
-    if rng.random() < 0.4:  # a small shape that means nothing
+    if rng.random() < 0.3:  # a small shape that means nothing
         _shape(image, rng.choice(CLASSES), rng, radius=rng.uniform(0.08, 0.12))
-    _shape(image, name, rng, radius=rng.uniform(0.30, 0.50))
+    _shape(image, name, rng, radius=rng.uniform(0.34, 0.50))
     if rng.random() < 0.5:
         _stroke(image, rng)
     if rng.random() < 0.5:
@@ -98,7 +103,7 @@ def _shape(image: Image, name: str, rng: random.Random, radius: float) -> None:
     height, width = image.shape[:2]
     radius *= min(height, width)
     x, y = (rng.uniform(0.9 * radius, side - 0.9 * radius) for side in (width, height))
-    turn, squeeze = rng.uniform(0, 2 * math.pi), rng.uniform(0.8, 1.0)
+    turn, squeeze = UPRIGHT.get(name, 0.0) + rng.uniform(-0.5, 0.5), rng.uniform(0.8, 1.0)
     under = image[min(int(y), height - 1), min(int(x), width - 1)]
     first, second = _contrasting(under, rng), _colour(rng)
 
@@ -130,7 +135,7 @@ def _shape(image: Image, name: str, rng: random.Random, radius: float) -> None:
             fill([(v, u) for u, v in bar] if flip else bar, first)
     else:  # a texture, cut out as a circle or a square so that the outline doesn't tell
         colours = (first, _contrasting(first, rng, second))
-        pattern = _pattern(name == "checker", height, width, turn, max(3.5, radius * rng.uniform(0.2, 0.32)))
+        pattern = _pattern(name == "checker", height, width, turn, max(4.0, radius * rng.uniform(0.28, 0.42)))
         mask = np.zeros((height, width), np.uint8)
         cv2.fillPoly(mask, [polygon(_regular(rng.choice((4, 28))))], 1, shift=4)
         inside = mask > 0
@@ -159,7 +164,7 @@ def _contrasting(other: Any, rng: random.Random, first: Colour | None = None) ->
     """A colour that differs from `other` enough to be seen, not more."""
     colour = first or _colour(rng)
     for _ in range(20):
-        if sum(abs(int(a) - int(b)) for a, b in zip(colour, other, strict=True)) > 200:
+        if sum(abs(int(a) - int(b)) for a, b in zip(colour, other, strict=True)) > 240:
             break
         colour = _colour(rng)
     return colour

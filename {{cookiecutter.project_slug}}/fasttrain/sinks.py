@@ -9,9 +9,11 @@ import os
 import queue
 import re
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -123,30 +125,51 @@ class ConsoleSink(logging.Handler):
 class Listener(logging.handlers.QueueListener):
     """The thread behind the queue. A sink that fails loses its lines, never the others' and never the thread."""
 
-    def __init__(self, source: queue.SimpleQueue[logging.LogRecord], sinks: Sequence[logging.Handler]) -> None:
+    def __init__(self, source: queue.SimpleQueue[Any], sinks: Sequence[logging.Handler]) -> None:
         super().__init__(source, *sinks, respect_handler_level=True)
         self._handled = 0  # records; tells a slow sink from one that hangs
         self._lost: dict[logging.Handler, tuple[int, Exception]] = {}
 
-    def handle(self, record: logging.LogRecord) -> None:
+    def handle(self, record: logging.LogRecord | threading.Event) -> None:
+        if isinstance(record, threading.Event):  # from drain: all before it is written
+            record.set()
+            return
         for sink in self.handlers:
             if record.levelno >= sink.level:
                 self.give(sink, record)
         self._handled += 1
 
     def drain(self, patience: float = 30.0) -> None:
-        """Returns once all that was put in before is handled; gives up after `patience` seconds without progress."""
-        thread = self._thread
-        if thread is None:
+        """Returns once all that was put in before is handled; gives up after `patience` seconds without progress.
+
+        A signal's exception (Ctrl-C, a terminated launcher) waits until the lines are written, and is then raised.
+        """
+        if self._thread is None:
             return
+        drained = (
+            threading.Event()
+        )  # not the thread's join: Python 3.11 takes a thread for ended once a signal broke in
+        self.queue.put_nowait(drained)
+        interruption: BaseException | None = None
+        before, since = self._handled, time.monotonic()
+        while True:
+            try:
+                if drained.wait(0.5):
+                    self._report_lost()
+                    break
+                if self._handled != before:
+                    before, since = self._handled, time.monotonic()
+                elif time.monotonic() - since > patience:
+                    last_resort(f"log: a sink has hung for {patience:g} s; the lines still waiting are lost")
+                    break
+            except (KeyboardInterrupt, SystemExit) as error:
+                interruption = error
         self.enqueue_sentinel()
-        while thread.is_alive():
-            before = self._handled
-            thread.join(patience)
-            if thread.is_alive() and self._handled == before:
-                last_resort(f"log: a sink has hung for {patience:g} s; the lines still waiting are lost")
-                return
         self._thread = None
+        if interruption is not None:
+            raise interruption
+
+    def _report_lost(self) -> None:
         for sink, (count, error) in self._lost.items():
             self._tell(f"{count} log records could not be written to {sink.get_name()} ({error})", but=sink)
 

@@ -1,7 +1,7 @@
 """Batches on their way to the device.
 
-On CUDA the copy of the next batch runs on a stream of its own while the device computes on this one. It overlaps only from
-pinned memory. Elsewhere there is nothing to overlap: on a CPU a batch stays where it is.
+On CUDA the copy of the next batch runs on a stream of its own while the device computes on this one. It overlaps only
+from pinned memory. Elsewhere there is nothing to overlap: on a CPU a batch stays where it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from fasttrain.clock import Clock, Stamp
 class Batch:
     """What the loader hands over.
 
-    tensors is the user's sample, batched: a tuple of tensors whose first dimension is the sample (or what collate made of it).
+    tensors is the user's sample, batched: a tuple of tensors whose first dimension is the sample (or what collate
+    made of it).
     """
 
     tensors: Any
@@ -72,7 +73,9 @@ class CudaStreams:
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(copied)
         for tensor in leaves(tensors):
-            tensor.record_stream(stream)  # its memory came from the side stream: not to be reused before this one is done
+            tensor.record_stream(
+                stream
+            )  # its memory came from the side stream: not to be reused before this one is done
 
 
 def ahead(batches: Iterable[Batch], streams: Streams) -> Iterator[Batch]:

@@ -36,7 +36,8 @@ class Schedule:
     """Linear warm-up, then half a cosine (Loshchilov, Hutter: SGDR), as a function of the optimizer step.
 
     Args:
-        lr: the highest rate. total: optimizer steps of the whole training. warmup: steps of the warm-up, at most a fifth of
+        lr: the highest rate. total: optimizer steps of the whole training. warmup: steps of the warm-up, at most a
+        fifth of
             the training. final: where the cosine ends, as a part of lr.
     """
 
@@ -79,11 +80,11 @@ class Update:
         self.dtype, self.accumulate, self.clip_norm = dtype, accumulate, clip_norm
         self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.lr = schedule(0)  # of the current step
+        self.step, self.lr = 1, schedule(0)  # number, from 1, and rate of the step that the current batch belongs to
         self._due, self._parts = True, 1
 
     def forward(self, batch: Batch) -> torch.autocast:
-        """The context of the forward pass: autocast; and gradients go round the ranks only in the last batch of a step."""
+        """The context of the forward pass: autocast; the ranks' gradients are summed only in a step's last batch."""
         first = batch.number - batch.number % self.accumulate
         last = min(first + self.accumulate - 1, batch.last)
         self._due, self._parts = batch.number == last, last - first + 1
@@ -101,7 +102,7 @@ class Update:
 
     def step_if_due(self, state: State) -> bool:
         """After the last batch of a step: unscale, clip, set the rate, step, zero. True if a step was taken."""
-        self.lr = self.schedule(state.step)
+        self.step, self.lr = state.step + 1, self.schedule(state.step)
         if not self._due:
             return False
         if self.clip_norm is not None:

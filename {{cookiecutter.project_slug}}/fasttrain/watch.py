@@ -4,9 +4,9 @@
         ...
         watch.mark("forward")                       # the time since the last mark was the forward pass
 
-Each moment belongs to exactly one phase of one batch, or to a pause, so the phases add up to the whole time by construction:
-a mark that is deleted gives its time to the next one. On a device the marks are events in its queue of work; they are read
-batches later, when the device has passed them, and never waited for.
+Each moment belongs to exactly one phase of one batch, or to a pause, so the phases add up to the whole time by
+construction: a mark that is deleted gives its time to the next one. On a device the marks are events in its queue of
+work; they are read batches later, when the device has passed them, and never waited for.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from fasttrain.transfer import Batch
 MARKS = frozenset(("forward", "backward", "optimizer", "other"))
 MOST_PENDING = 256  # batches whose events have not passed; more means that nothing ever passes
 
+
 class Sink(Protocol):
     """Where the records go (records.Recorder)."""
 
     def batch(self, record: BatchRecord) -> None: ...
     def event(self, kind: str, /, **fields: Any) -> None: ...
+
 
 @dataclass(slots=True)
 class _Timed:
@@ -44,6 +46,7 @@ class _Timed:
     step: int
     loss: torch.Tensor | None
     lr: float | None
+
 
 class Watch:
     """Times batches and sends one BatchRecord each to the sink.
@@ -162,7 +165,7 @@ class Watch:
         )
 
     def _overlap(self, begin: Stamp, end: Stamp, copied: tuple[Stamp, Stamp]) -> float:
-        """Of the wait from begin to end, the seconds in which this batch was being copied: the device stood idle for it."""
+        """Of the wait from begin to end, the seconds in which this batch was being copied, the device idle."""
         after = max(0.0, self.clock.seconds(begin, copied[0]))
         before = max(0.0, self.clock.seconds(copied[1], end))
         return max(0.0, self.clock.seconds(begin, end) - after - before)

@@ -30,7 +30,7 @@ def watch() -> Watch:
     return Watch(Nowhere(), HostClock(), 0.0, 0.0)
 
 
-def network(classes: int = 3) -> nn.Module:
+def network(classes: int = 3) -> Any:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, classes))
 
 
@@ -108,7 +108,8 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "prefixes", [("module.", ""), ("_orig_mod.", ""), ("module._orig_mod.", ""), ("_orig_mod.module.", ""), ("", "_orig_mod.")]
+    "prefixes",
+    [("module.", ""), ("_orig_mod.", ""), ("module._orig_mod.", ""), ("_orig_mod.module.", ""), ("", "_orig_mod.")],
 )
 def test_prefixes_of_wrappers_are_taken_off(prefixes: tuple[str, str]) -> None:
     start, inner = prefixes
@@ -118,31 +119,31 @@ def test_prefixes_of_wrappers_are_taken_off(prefixes: tuple[str, str]) -> None:
 def test_a_wrapped_model_saves_clean_keys_that_load_strictly_everywhere(tmp_path: Path) -> None:
     plain = network()
     names = list(plain.state_dict())
-    compiled = torch.compile(network())  # nothing is compiled before the first call
-    one = keeper(tmp_path, compiled, State())  # type: ignore[arg-type]
+    compiled: Any = torch.compile(network())  # nothing is compiled before the first call
+    one = keeper(tmp_path, compiled, State())
     one.save_epoch(watch(), {}, improved=True)
     saved = checkpoint.load(tmp_path / "best.pt")["model"]
     assert list(saved) == names
     plain.load_state_dict(saved, strict=True)
-    again = torch.compile(network())
-    keeper(tmp_path, again, State(), resume=tmp_path / "last.pt")  # type: ignore[arg-type]
+    again: Any = torch.compile(network())
+    keeper(tmp_path, again, State(), resume=tmp_path / "last.pt")
     assert torch.equal(again.state_dict()["_orig_mod.0.weight"], saved["0.weight"])
 
 
 def test_weights_start_a_model_with_another_number_of_classes(tmp_path: Path) -> None:
     source, target = network(3), network(5)
     checkpoint.save(tmp_path / "a.pt", {"model": source.state_dict()})
-    fresh = target[3].weight.detach().clone()  # type: ignore[index,union-attr]
+    fresh = target[3].weight.detach().clone()
     checkpoint.load_weights(target, tmp_path / "a.pt")
-    assert torch.equal(target[0].weight, source[0].weight)  # type: ignore[index,arg-type]
-    assert torch.equal(target[3].weight, fresh)  # type: ignore[index,arg-type]
+    assert torch.equal(target[0].weight, source[0].weight)
+    assert torch.equal(target[3].weight, fresh)
 
 
 def test_plain_files_of_weights_load_too(tmp_path: Path) -> None:
     source, target = network(), network()
     torch.save({f"module.{k}": v for k, v in source.state_dict().items()}, tmp_path / "a.pth")
     checkpoint.load_weights(target, tmp_path / "a.pth")
-    assert torch.equal(target[0].weight, source[0].weight)  # type: ignore[index,arg-type]
+    assert torch.equal(target[0].weight, source[0].weight)
 
 
 @pytest.mark.parametrize(

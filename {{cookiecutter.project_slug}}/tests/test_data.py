@@ -65,6 +65,13 @@ def test_a_part_is_split_off_where_there_is_no_val(tmp_path, inside):
         assert numbers(part) == numbers(getattr(sets, name))
 
 
+def test_a_class_may_be_called_valid(tmp_path):
+    photos(tmp_path, *(f"{c}/{i}.png" for c in ("expired", "valid") for i in range(4)))
+    sets = data.build(config(tmp_path), 0)
+    assert sets.classes == ["expired", "valid"]
+    assert len(sets.train) + len(sets.val) == 8
+
+
 def test_a_class_of_val_that_training_lacks_is_an_error_by_name(tmp_path):
     photos(tmp_path, "train/a/1.png", "val/zebra/1.png")
     with pytest.raises(UserError, match="zebra"):
@@ -114,6 +121,16 @@ def test_augmentation_repeats_with_the_state_of_pythons_generator(tmp_path):
     assert (draws(1) == draws(1)).all()
     assert not (draws(1) == draws(2)).all()
     assert len({d.tobytes() for d in draws(1)}) == 6
+
+
+def test_flip_is_the_chance_of_a_mirrored_image(tmp_path):
+    photos(tmp_path, "train/a/1.png", "val/a/1.png")
+    cv2.imwrite(str(tmp_path / "train/a/1.png"), np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8))
+    plain, mirrored = (
+        data.build(config(tmp_path, flip=chance, crop_scale=[1.0, 1.0]), 0).train[0][0] for chance in (0.0, 1.0)
+    )
+    assert (mirrored == plain[:, ::-1]).all()
+    assert not (mirrored == plain).all()
 
 
 def test_a_broken_file_is_named(tmp_path):
@@ -176,10 +193,12 @@ def test_without_network_and_copy_the_error_says_what_to_put_where(tmp_path, mon
         assert str(tmp_path) in str(caught.value)
 
 
-def test_a_copy_that_is_cut_off_is_an_error_in_one_line(tmp_path):
+@pytest.mark.parametrize("left", [0, 3, 10, 500])
+@pytest.mark.parametrize("kind", ["images-idx3", "labels-idx1"])
+def test_a_copy_that_is_cut_off_is_an_error_in_one_line(tmp_path, left, kind):
     fashion(tmp_path)
-    file = tmp_path / "FashionMNIST/raw/train-images-idx3-ubyte"
-    file.write_bytes(file.read_bytes()[:500])
+    file = tmp_path / f"FashionMNIST/raw/train-{kind}-ubyte"
+    file.write_bytes(file.read_bytes()[: min(left, file.stat().st_size - 1)])
     with pytest.raises(UserError, match=r"data\.path=fashion_mnist"):
         data.build(config("fashion_mnist", root=str(tmp_path)), 0)
 
@@ -201,7 +220,7 @@ def batch(count=6, size=10):
 def test_prepare_is_the_plain_formula_in_channels_last():
     pixels, labels = batch()
     cfg = config("x")
-    out, same = data.Prepare(cfg, 4, torch.device("cpu"))(pixels, labels, mix=True)
+    out, same = data.Prepare(cfg, 4, torch.device("cpu"))(pixels, labels, training=True)
     expected = (pixels.permute(0, 3, 1, 2).float() / 255 - torch.tensor(cfg.mean).view(3, 1, 1)) / torch.tensor(
         cfg.std
     ).view(3, 1, 1)
@@ -222,13 +241,13 @@ def test_mixed_labels_say_how_much_of_each_image_there_is(alphas, least, most):
     prepare = data.Prepare(config("x", mean=[0.0, 0.0, 0.0], std=[1.0, 1.0, 1.0]), 4, torch.device("cpu"), *alphas)
     cut = 0
     for _ in range(40):
-        out, soft = prepare(pixels, labels, mix=True)
+        out, soft = prepare(pixels, labels, training=True)
         assert torch.allclose(soft.sum(1), torch.ones(6))
         assert torch.allclose(soft @ torch.arange(4.0) * 60 / 255, out.mean((1, 2, 3)), atol=1e-5)
         assert out.is_contiguous(memory_format=torch.channels_last)
         cut += bool(out.std((1, 2, 3)).max() > 1e-3)  # cutmix leaves an edge, mixup one colour
     assert least <= cut <= most
-    plain, same = prepare(pixels, labels, mix=False)
+    plain, same = prepare(pixels, labels, training=False)
     assert same is labels
     assert torch.allclose(plain.mean((1, 2, 3)), labels * 60 / 255, atol=1e-5)
 

@@ -34,7 +34,9 @@ def groups(root: Path, lines: str, files: dict[str, str]) -> Path:
         ("0::/\n", {}, None),
     ],
 )
-def test_the_quota_of_a_container_is_found(tmp_path: Path, lines: str, files: dict[str, str], quota: float | None) -> None:
+def test_the_quota_of_a_container_is_found(
+    tmp_path: Path, lines: str, files: dict[str, str], quota: float | None
+) -> None:
     assert machine.cpu_quota(groups(tmp_path, lines, files)) == quota
 
 

@@ -172,10 +172,10 @@ def test_batches_tell_who_made_them_and_how_long_it_took() -> None:
     ("size", "world", "changes"),
     [(3, 1, {"batch_size": 8, "drop_last": True}), (5, 4, {"batch_size": 2, "drop_last": True}), (0, 1, {})],
 )
-def test_too_little_data_is_said_at_the_start_with_both_numbers(
-    size: int, world: int, changes: dict[str, Any]
-) -> None:
-    with pytest.raises(SettingsError, match=rf"data.batch_size={changes.get('batch_size', 4)}: .*{size} training samples"):
+def test_too_little_data_is_said_at_the_start_with_both_numbers(size: int, world: int, changes: dict[str, Any]) -> None:
+    with pytest.raises(
+        SettingsError, match=rf"data.batch_size={changes.get('batch_size', 4)}: .*{size} training samples"
+    ):
         make(size, world=world, **changes)
 
 

@@ -169,6 +169,8 @@ def test_whole_shows_a_folder_only_once_it_is_done(tmp_path):
     with folder.whole(tmp_path / "deep/out") as part:
         touch(part, "a")
         assert not (tmp_path / "deep/out").exists()
+        made = part.stat().st_ino
+    assert (tmp_path / "deep/out").stat().st_ino == made  # renamed, not copied
     assert os.listdir(tmp_path / "deep/out") == ["a"]
     with pytest.raises(FileNotFoundError), folder.whole(tmp_path / "deep/other") as part:
         (part / "a").rename(part / "b")

@@ -139,6 +139,11 @@ def test_a_hole_in_a_jpeg_is_refused_even_where_the_file_ends_well(kind):
         decode(data[:half] + b"\xff\xd9", 64, "x")
 
 
+def test_an_empty_file_is_called_empty():
+    with pytest.raises(ImageError, match=r"^x: is empty \(0 bytes\)$"):
+        decode(b"", 0, "x")
+
+
 def test_other_bytes_are_refused_and_an_odd_name_stays_one_line():
     with pytest.raises(ImageError, match=r"^a\\nb\\xff: is not an image that can be read \(5 bytes"):
         decode(b"hello", 0, "a\nb\udcff")

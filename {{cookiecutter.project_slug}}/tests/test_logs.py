@@ -22,7 +22,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 needs_full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, an always full disk")
 
 ENDINGS = """
-import logging, os, signal, sys, time
+import logging, os, signal, sys, threading, time
 from pathlib import Path
 from loguru import logger
 from fasttrain import logs
@@ -44,6 +44,12 @@ def work(ending):
     if ending in ("SIGTERM", "SIGINT"):
         os.kill(os.getpid(), getattr(signal, ending))
         time.sleep(60)
+    if ending == "impatient":  # two signals while the queue drains
+        def interrupt():
+            for _ in range(2):
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=interrupt, daemon=True).start()
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, terminate)
@@ -103,7 +109,16 @@ def run(script: str, tmp_path: Path, *arguments: object) -> subprocess.Completed
 
 @pytest.mark.parametrize(
     ("ending", "code"),
-    [("return", 0), ("exit", 3), ("raise", 1), ("SIGTERM", 143), ("SIGINT", -2), ("return-bare", 0), ("raise-bare", 1)],
+    [
+        ("impatient", 143),
+        ("return", 0),
+        ("exit", 3),
+        ("raise", 1),
+        ("SIGTERM", 143),
+        ("SIGINT", -2),
+        ("return-bare", 0),
+        ("raise-bare", 1),
+    ],
 )
 def test_no_line_is_lost_at_any_ending(ending: str, code: int, tmp_path: Path) -> None:
     done = run(ENDINGS, tmp_path, ending, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 from torch.utils.data import DistributedSampler
 
@@ -16,7 +18,7 @@ def ranks(size: int, world: int, **options: object) -> list[list[int]]:
 @pytest.mark.parametrize(("size", "world"), [(10, 1), (10, 3), (7, 2), (3, 4), (1, 2), (12, 4)])
 def test_lengths_are_those_of_distributed_sampler(size: int, world: int, drop_last: bool) -> None:
     for rank in range(world):
-        theirs = DistributedSampler(range(size), world, rank, shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]
+        theirs: Any = DistributedSampler(cast(Any, range(size)), world, rank, shuffle=False, drop_last=drop_last)
         ours = GlobalOrderSampler(size, world, rank, shuffle=False, drop_last=drop_last)
         assert len(list(ours)) == len(ours) == (size // world if drop_last else len(theirs))
         if not drop_last:

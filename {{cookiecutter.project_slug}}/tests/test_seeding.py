@@ -26,7 +26,7 @@ def test_neighbouring_seeds_are_not_alike() -> None:
     values = [seeding.mix(0, index) for index in range(1000)]
     ones = np.array([[value >> bit & 1 for bit in range(64)] for value in values]).mean(axis=0)
     assert len(set(values)) == 1000
-    assert ((0.4 < ones) & (ones < 0.6)).all()
+    assert ((ones > 0.4) & (ones < 0.6)).all()
 
 
 def test_permutation_is_one_and_the_same() -> None:

@@ -17,8 +17,7 @@ import pytest
 from config import Config
 from fasttrain.errors import SettingsError
 from fasttrain.overrides import nearest
-from fasttrain.settings import load, to_yaml, value
-from fasttrain.settings import location
+from fasttrain.settings import load, location, to_yaml, value
 from fasttrain.typed import Given, Setting
 
 PROJECT = Path(__file__).parents[1]

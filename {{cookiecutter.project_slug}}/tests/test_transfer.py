@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,6 +101,6 @@ def test_copies_overlap_with_compute_on_a_gpu() -> None:
         end.record()
         spans.append((got.copied, begin, end))
     torch.cuda.synchronize()
-    for (_, begin, end), (copied, _, _) in zip(spans[:-1], spans[1:], strict=True):
+    for (_, begin, end), (copied, _, _) in itertools.pairwise(spans):
         assert copied is not None
         assert begin.elapsed_time(copied[1]) < begin.elapsed_time(end), "the next copy ended after this batch's compute"

@@ -33,7 +33,7 @@ class Kept:
 
 
 class Script:
-    """A clock that moves only when told: `spend` is the passing of time. Also plays a device that runs behind its queue."""
+    """A clock that moves only when told to `spend` time. Also plays a device that runs behind its queue of work."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -227,4 +227,4 @@ def test_copy_is_only_the_time_the_device_stood_idle_for_it(
 
     for _ in Watch(sink, clock, time.time(), time.time()).batches(one()):
         pass
-    assert (sink.records[0].copy, sink.records[0].wait) == (pytest.approx(copy), pytest.approx(wait))
+    assert [sink.records[0].copy, sink.records[0].wait] == pytest.approx([copy, wait])

@@ -1,7 +1,7 @@
 """``python -m fasttrain evaluate CHECKPOINT [--split val] [--json] [key=value ...]``: the metrics of a checkpoint.
 
-The settings are those saved in the checkpoint, so that the network and the data are the ones it was trained with; overrides
-change them, ``data.path=other/images`` for instance.
+The settings are those saved in the checkpoint, so that the network and the data are the ones it was trained with;
+overrides change them, ``data.path=other/images`` for instance.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-
-import torch
 
 from fasttrain import checkpoint, parallel, precision, run, settings
 from fasttrain.errors import UserError
@@ -58,7 +56,9 @@ def evaluate(path: str, split: str, overrides: Sequence[str]) -> tuple[dict[str,
     try:
         net.load_state_dict(checkpoint.clean_keys(weights))
     except RuntimeError as error:
-        raise UserError(f"{path}: does not fit model.name={cfg.model.name}: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(
+            f"{path}: does not fit model.name={cfg.model.name}: {' '.join(str(error).split())[:300]}"
+        ) from None
     net = parallel.wrap(
         net, device, channels_last=cfg.model.channels_last, sync_batchnorm=False, compile_model=cfg.model.compile
     )

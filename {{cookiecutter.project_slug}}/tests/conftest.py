@@ -1,0 +1,106 @@
+"""What the tests share: a small image folder, and training runs as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fasttrain import shapes
+
+HOME = Path(__file__).resolve().parents[1]
+TIME_LIMIT = 170  # seconds for a whole run: a hang becomes a failure
+QUICK = (
+    "data.image_size=24",
+    "data.batch_size=6",
+    "data.workers=0",
+    "train.epochs=1",
+    "optimizer.lr=0.02",
+    "optimizer.warmup_steps=2",
+)
+
+
+@dataclass
+class Finished:
+    """A run that has ended."""
+
+    code: int
+    output: str
+    dir: Path
+
+    def records(self, rank: int = 0) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.dir / f"rank{rank}.jsonl").read_text().splitlines()]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.dir / "events0.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    def checkpoint(self, name: str = "last.pt") -> dict[str, Any]:
+        content: dict[str, Any] = torch.load(self.dir / name, weights_only=True)
+        return content
+
+
+def launch(command: list[str], cwd: Path, **environment: str) -> tuple[int, str]:
+    """Run a command on the CPU to its end; stdout and stderr together."""
+    changed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **changed},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIME_LIMIT,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+Train = Callable[..., Finished]
+
+
+@pytest.fixture
+def train(images: Path, tmp_path: Path) -> Train:
+    """Train on the small folder: ``train("name", "key=value", ..., processes=2)``."""
+
+    def run(name: str, *settings: str, processes: int = 1, home: Path = HOME, **environment: str) -> Finished:
+        directory = tmp_path / name
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        arguments = [str(home / "train.py"), *QUICK, f"data.path={images}", f"run.dir={directory}", *settings]
+        command = [sys.executable, *(launcher if processes > 1 else []), *arguments]
+        return Finished(*launch(command, tmp_path, **environment), directory)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 training and 8 validation images of 8 classes."""
+    root = tmp_path_factory.mktemp("images") / "shapes"
+    shapes.draw(root, seed=1, train_per_class=8, val_per_class=1)
+    return root
+
+
+@pytest.fixture
+def changed_project(tmp_path: Path) -> Callable[[str, str], Path]:
+    """A copy of the project in which one of the owner's files has some lines added at its end."""
+
+    def change(file: str, lines: str) -> Path:
+        home = tmp_path / "project"
+        ignored = shutil.ignore_patterns("tests", "data", "runs", "__pycache__", ".*")
+        shutil.copytree(HOME, home, ignore=ignored)
+        path = home / file
+        path.write_text(path.read_text() + "\n" + lines)
+        return home
+
+    return change

@@ -1,0 +1,197 @@
+"""Whole trainings: what is learnt does not depend on how it was run, and what goes wrong ends well."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import HOME, Train, launch
+
+from fasttrain.records import PHASES
+
+
+def weights(checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model: dict[str, torch.Tensor] = checkpoint["model"]
+    return model
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, different
+
+
+def test_a_resumed_training_equals_one_that_never_stopped(train: Train) -> None:
+    """Four epochs of 11 steps at once, and stopped in the middle of the second and the third; other workers too."""
+    settings = ("train.epochs=4", "train.mixup=0.2", "amp=off")
+    whole = train("whole", *settings)
+    parts = [
+        train("parts", *settings, "train.max_steps=17", "resume=auto"),
+        train("parts", *settings, "train.max_steps=30", "resume=auto", "data.workers=2"),
+        train("parts", *settings, "resume=auto"),
+    ]
+    assert [run.code for run in (whole, *parts)] == [0, 0, 0, 0], parts[-1].output
+    assert "nothing to resume" in parts[0].output
+    assert "resumed from" in parts[1].output
+    last = parts[-1].checkpoint()
+    assert_equal(weights(whole.checkpoint()), weights(last))
+    assert [(r["step"], r["loss"], r["lr"]) for r in whole.records()] == [
+        (r["step"], r["loss"], r["lr"]) for r in parts[-1].records()
+    ]
+    assert last["state"]["step"] == 44
+
+
+def test_metric_and_samples_do_not_depend_on_the_number_of_processes(train: Train) -> None:
+    """The same global batch of 6, on a model without batch statistics; 8 validation images do not divide by 3."""
+    plain = ("model.name=stand_in", "model.stand_in_ms=0", "amp=off", "data.drop_last=true")
+    runs = [train(f"{n}", *plain, f"data.batch_size={6 // n}", processes=n) for n in (1, 2, 3)]
+    assert [run.code for run in runs] == [0, 0, 0], runs[-1].output
+    (first,) = runs[0].events("validation")
+    for run in runs[1:]:
+        (other,) = run.events("validation")
+        assert other["accuracy"] == first["accuracy"]
+        assert other["loss"] == pytest.approx(first["loss"], rel=1e-5)
+        for name, value in weights(runs[0].checkpoint()).items():
+            torch.testing.assert_close(value, weights(run.checkpoint())[name])
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_trains_however_the_workers_are_started(train: Train, method: str) -> None:
+    plain, other = train("plain"), train(method, f"data.start_method={method}", "data.workers=2")
+    assert other.code == 0, other.output
+    assert_equal(weights(plain.checkpoint()), weights(other.checkpoint()))
+
+
+def test_the_records_tell_waiting_from_computing(train: Train) -> None:
+    run = train("stand_in", "model.name=stand_in", "model.stand_in_ms=60", "data.workers=1", "train.max_steps=6")
+    assert run.code == 0, run.output
+    for record in run.records()[2:]:
+        assert record["forward"] >= 0.06
+        assert record["wall"] == pytest.approx(sum(record[phase] for phase in PHASES), abs=1e-6)
+        assert record["worker"] == 0
+    assert [event["name"] for event in run.events("pause")] == ["startup", "validation", "checkpoint"]
+
+
+def test_the_run_directory_tells_what_was_run(train: Train) -> None:
+    run = train("told", "optimizer.lr=${oc.env:RATE}", RATE="0.0123")
+    assert run.code == 0, run.output
+    assert 'lr: "${oc.env:RATE}"' in (run.dir / "config.yaml").read_text()
+    assert run.checkpoint()["facts"]["settings"]["optimizer"]["lr"] == "${oc.env:RATE}"
+    facts = json.loads((run.dir / "run.json").read_text())
+    assert facts["torch"] == torch.__version__
+    assert "optimizer.lr=${oc.env:RATE}" in facts["command"]
+    assert "0.0123" not in (run.dir / "run.json").read_text()
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(train: Train) -> None:
+    first = train("one", "train.max_steps=1")
+    before = (first.dir / "best.pt").read_bytes()
+    second = train("one", "train.max_steps=1")
+    assert second.code == 2
+    assert "holds a run already" in second.output
+    assert (first.dir / "best.pt").read_bytes() == before
+
+
+def test_best_is_kept_when_a_resumed_run_is_worse(train: Train) -> None:
+    run = train("one", "train.max_steps=2")
+    path = run.dir / "last.pt"
+    content = torch.load(path, weights_only=True)
+    content["state"]["best"] = 2.0  # no accuracy beats it
+    torch.save(content, path)
+    before = (run.dir / "best.pt").read_bytes()
+    again = train("one", "resume=auto")
+    assert again.code == 0, again.output
+    assert "best 2.0" in again.output
+    assert (again.dir / "best.pt").read_bytes() == before
+
+
+def test_evaluate_prints_the_metrics_of_a_checkpoint(train: Train, images: Path) -> None:
+    run = train("one", "amp=off")
+    command = [sys.executable, "-m", "fasttrain", "evaluate", str(run.dir / "best.pt"), "--json"]
+    code, output = launch(command, HOME)
+    assert code == 0, output
+    told = json.loads(output.splitlines()[-1])
+    assert told["images"] == 8
+    assert told["accuracy"] == run.events("validation")[-1]["accuracy"]
+    code, output = launch([*command, "--split", "all", f"data.path={images / 'train'}"], HOME)
+    assert json.loads(output.splitlines()[-1])["images"] == 64
+    code, output = launch([*command, "data.batch_size=0"], HOME)
+    assert (code, output.count("\n")) == (2, 1), output
+
+
+RAISES_ON_RANK_1 = """
+import os
+
+original = compute_metrics if {place!r} == "validation" else compute_loss
+
+def failing(*args):
+    if os.environ.get("RANK") == "1":
+        raise RuntimeError("planted in {place}")
+    return original(*args)
+
+globals()[original.__name__] = failing
+"""
+
+
+@pytest.mark.parametrize("place", ["forward", "validation"])
+def test_a_failing_rank_ends_both_and_its_traceback_is_kept(
+    train: Train, changed_project: Callable[[str, str], Path], place: str
+) -> None:
+    home = changed_project("model.py", RAISES_ON_RANK_1.format(place=place))
+    if place == "validation":  # the check of checkpoint.metric calls it first, on every rank
+        text = (home / "train.py").read_text()
+        (home / "train.py").write_text(
+            "\n".join(line for line in text.splitlines() if "check_metric" not in line) + "\n"
+        )
+    run = train("failing", processes=2, home=home)
+    assert run.code != 0
+    assert f"planted in {place}" in run.output
+    assert f"planted in {place}" in (run.dir / "rank1.log").read_text()
+
+
+def test_what_every_rank_meets_is_said_once(train: Train) -> None:
+    run = train("wrong", "model.name=resnet81", processes=2)
+    assert run.code != 0
+    said = [line for line in run.output.splitlines() if "model.name=resnet81" in line]
+    assert len(said) == 1, run.output
+    assert "resnet18" in said[0]
+
+
+def test_a_metric_that_the_model_does_not_give_is_refused_before_training(train: Train) -> None:
+    run = train("wrong", "checkpoint.metric=acuracy")
+    assert run.code == 2
+    assert "one of accuracy, loss" in run.output
+    assert not (run.dir / "rank0.jsonl").exists()
+
+
+def test_weights_start_a_training(train: Train) -> None:
+    first = train("first")
+    second = train("second", f"model.weights={first.dir / 'best.pt'}", "train.max_steps=1", "optimizer.lr=1e-9")
+    assert second.code == 0, second.output
+    name = "stem.0.0.weight"
+    torch.testing.assert_close(weights(second.checkpoint())[name], weights(first.checkpoint("best.pt"))[name])
+
+
+def test_every_option_of_the_step_trains(train: Train) -> None:
+    run = train(
+        "all",
+        "train.accumulate=3",
+        "train.clip_norm=1.0",
+        "train.cutmix=1.0",
+        "train.mixup=0.2",
+        "train.label_smoothing=0.1",
+        "optimizer.name=adamw",
+        "optimizer.lr=1e-3",
+        "amp=bf16",
+        "data.drop_last=true",
+        processes=2,
+    )
+    assert run.code == 0, run.output
+    assert "effective batch 36 = 6 x 2 processes x 3 accumulated" in run.output
+    assert run.checkpoint()["state"]["step"] == 2  # 5 batches of 12 images: 3 and 2
+    assert [record["step"] for record in run.records()] == [1, 1, 1, 2, 2]
