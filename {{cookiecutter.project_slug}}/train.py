@@ -91,9 +91,7 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
     prepare = data.Prepare(cfg.data, len(sets.classes), run.device, cfg.train.mixup, cfg.train.cutmix)
     net = make_model(cfg, run, len(sets.classes))
     update = make_update(cfg, run, net, feed.batches())
-    observe.check_metric(
-        model.compute_metrics(torch.zeros(1, 1), torch.zeros(1, dtype=torch.long)), cfg.checkpoint.metric
-    )
+    observe.check_metric(model.compute_metrics(torch.zeros(1, 1), torch.zeros(1).long()), cfg.checkpoint.metric)
 
     state = State()  # all that the loop counts; this, the weights and the optimizer are what a checkpoint holds
     facts = {"classes": sets.classes, "training_samples": len(sets.train), "settings": saved}
@@ -105,11 +103,10 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
     # has its value read batches later. One line per thing that happens to a batch; delete a mark and its time goes to
     # the next one.
     for epoch in state.remaining_epochs(cfg.train.epochs, cfg.train.max_steps):
-        for batch in watch.batches(feed.train(epoch, state.position, update.batches_left(state, cfg.train.max_steps))):
+        left = update.batches_left(state, cfg.train.max_steps)
+        for batch in watch.batches(feed.train(epoch, state.position, left)):  # the wait for data is timed in here
             with update.forward(batch):  # autocast; while accumulating, without a sum over the ranks
-                images, labels = prepare(
-                    *batch.tensors, training=True
-                )  # uint8 to normalised float, mixup: on the device
+                images, labels = prepare(*batch.tensors, training=True)  # on the device: float, normalised, mixed
                 loss = model.compute_loss(net(images), labels, cfg.train.label_smoothing)
             watch.mark("forward")
             update.backward(loss)
@@ -123,9 +120,8 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
         with watch.pause("validation"):  # stop the clock
             metrics = validate(net, feed, prepare, precision.autocast(run.device, update.dtype))
         complete = feed.batches(state.position) == 0  # False if max_steps ended the epoch in the middle
-        improved = state.finish_epoch(
-            metrics[cfg.checkpoint.metric], cfg.checkpoint.mode, complete, cfg.train.early_stop
-        )
+        metric = metrics[cfg.checkpoint.metric]
+        improved = state.finish_epoch(metric, cfg.checkpoint.mode, complete, cfg.train.early_stop)
         report.epoch(epoch, state, metrics, improved)
         keeper.save_epoch(watch, metrics, improved)  # best.pt if better, last.pt to go on from
 

@@ -249,7 +249,7 @@ def _jpeg_orientation(data: bytes) -> int:
                 return _tiff_orientation(data, at + 10)
             at += 1 if marker == 0xFF else 2 + (data[at + 2] << 8) + data[at + 3]
     except (IndexError, struct.error):  # a length or a table that points behind the end
-        pass
+        return 1
     return 1
 
 

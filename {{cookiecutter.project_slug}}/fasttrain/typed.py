@@ -85,6 +85,11 @@ class Setting:
             return f"from {given['low']} to {given['high']}"
         return " and ".join(f"{words[name]} {limit}" for name, limit in given.items())
 
+    @property
+    def _off_is_0(self) -> bool:
+        """``data.workers=off`` and ``train.mixup=off`` mean 0; ``train.clip_norm=off``, where 0 makes no sense, null."""
+        return self.kind in (int, float) and self.limits.get("low") == 0
+
     def read(self, given: Given, written: Given | None = None) -> Any:
         """The value that `given` stands for, within the limits.
 
@@ -119,7 +124,7 @@ class Setting:
             return not word
         if self.kind is str and not self.choices:
             return not given.quoted and word in (("null", "~", "none", "off") if self.optional else ("null", "~"))
-        return word in ("null", "~", "none", "auto") or (word == "off" and self.kind is not bool)
+        return word in ("null", "~", "none", "auto") or (word == "off" and self.kind is not bool and not self._off_is_0)
 
     def _read_list(self, raw: Any) -> list[Any]:
         if isinstance(raw, str):
@@ -153,7 +158,7 @@ class Setting:
             if not isinstance(value, bool):
                 raise ValueError
             return value
-        return self._read_number(raw)
+        return self._read_number(0 if word == "off" and self._off_is_0 else raw)
 
     def _read_number(self, raw: Any) -> int | float:
         if isinstance(raw, str):

@@ -1,5 +1,7 @@
 """Pixels come out right from every kind of file, or the file is refused by name."""
 
+from __future__ import annotations
+
 import io
 import random
 import struct
@@ -7,11 +9,12 @@ import struct
 import numpy as np
 import pytest
 import torch
+from numpy.typing import ArrayLike
 from PIL import Image, ImageOps
 from torchvision.transforms.v2 import RandomResizedCrop
 
 from fasttrain import images
-from fasttrain.images import ImageError, Picture, decode
+from fasttrain.images import ImageError, Picture, Pixels, decode
 
 
 def photo(height: int = 150, width: int = 200) -> Image.Image:
@@ -25,13 +28,13 @@ def photo(height: int = 150, width: int = 200) -> Image.Image:
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
-def saved(image: Image.Image, form: str, **options) -> bytes:
+def saved(image: Image.Image, form: str, **options: object) -> bytes:
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
 
 
-def difference(a, b) -> float:
+def difference(a: Pixels, b: Image.Image | ArrayLike) -> float:
     """Mean absolute difference of two images, of 255."""
     assert a.shape == np.asarray(b).shape
     return float(np.abs(a.astype(int) - np.asarray(b).astype(int)).mean())
@@ -84,7 +87,7 @@ KINDS = {  # file, expected, largest mean difference
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_file_becomes_three_right_channels(kind):
+def test_every_kind_of_file_becomes_three_right_channels(kind: str) -> None:
     data, expected, most = KINDS[kind]
     pixels = decode(data, 0, "x")
     assert pixels.dtype == np.uint8
@@ -92,14 +95,14 @@ def test_every_kind_of_file_becomes_three_right_channels(kind):
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_pixels_without_a_known_range_are_refused(mode):
+def test_pixels_without_a_known_range_are_refused(mode: str) -> None:
     with pytest.raises(ImageError, match=r"deep/a\.tif: .*range"):
         decode(saved(GRAY.convert(mode), "TIFF"), 0, "deep/a.tif")
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_the_orientation_of_exif_is_applied(form, orientation):
+def test_the_orientation_of_exif_is_applied(form: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = saved(RGB, form, exif=exif, **({"quality": 95} if form in ("JPEG", "WEBP") else {}))
@@ -112,7 +115,7 @@ def test_the_orientation_of_exif_is_applied(form, orientation):
     assert difference(images.crop(Picture(data, "x"), box, 40), part) < 4
 
 
-def test_exif_that_points_nowhere_is_passed_over():
+def test_exif_that_points_nowhere_is_passed_over() -> None:
     data = saved(RGB, "JPEG")
     for table in (b"II*\0\xff\xff\xff\x7f", b"MM\0*\0\0\0\x08\x99\x99", b"garbage"):
         segment = b"Exif\0\0" + table
@@ -122,7 +125,7 @@ def test_exif_that_points_nowhere_is_passed_over():
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "animated gif"])  # whose first picture is whole
 @pytest.mark.parametrize("left", [0.0, 0.02, 0.5, 0.9])
-def test_a_file_that_is_cut_off_is_refused_by_name(kind, left):
+def test_a_file_that_is_cut_off_is_refused_by_name(kind: str, left: float) -> None:
     data = KINDS[kind][0]
     with pytest.raises(
         ImageError, match=r"^some/file\.img: (is damaged or cut off|is empty|is not an image)"
@@ -132,31 +135,31 @@ def test_a_file_that_is_cut_off_is_refused_by_name(kind, left):
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "progressive jpeg", "cmyk jpeg", "ycck jpeg"])
-def test_a_hole_in_a_jpeg_is_refused_even_where_the_file_ends_well(kind):
+def test_a_hole_in_a_jpeg_is_refused_even_where_the_file_ends_well(kind: str) -> None:
     data = KINDS[kind][0]
     half = len(data) // 2
     with pytest.raises(ImageError, match="damaged"):
         decode(data[:half] + b"\xff\xd9", 64, "x")
 
 
-def test_an_empty_file_is_called_empty():
+def test_an_empty_file_is_called_empty() -> None:
     with pytest.raises(ImageError, match=r"^x: is empty \(0 bytes\)$"):
         decode(b"", 0, "x")
 
 
-def test_other_bytes_are_refused_and_an_odd_name_stays_one_line():
+def test_other_bytes_are_refused_and_an_odd_name_stays_one_line() -> None:
     with pytest.raises(ImageError, match=r"^a\\nb\\xff: is not an image that can be read \(5 bytes"):
         decode(b"hello", 0, "a\nb\udcff")
 
 
-def test_too_many_pixels_are_refused_before_they_take_memory(monkeypatch):
+def test_too_many_pixels_are_refused_before_they_take_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
     for kind in ("jpeg", "png"):
         with pytest.raises(ImageError, match="too large"):
             decode(KINDS[kind][0], 0, "x")
 
 
-def test_a_wrong_extension_does_not_matter():
+def test_a_wrong_extension_does_not_matter() -> None:
     assert difference(decode(KINDS["png"][0], 0, "photo.jpg"), RGB) == 0
 
 
@@ -164,12 +167,14 @@ def test_a_wrong_extension_does_not_matter():
     ("at_least", "shape"),
     [(0, (600, 800)), (301, (600, 800)), (300, (300, 400)), (100, (150, 200)), ((60, 100), (75, 100)), (1, (75, 100))],
 )
-def test_a_jpeg_is_decoded_at_a_half_a_quarter_or_an_eighth_but_never_below_what_is_needed(at_least, shape):
+def test_a_jpeg_is_decoded_at_a_half_a_quarter_or_an_eighth_but_never_below_what_is_needed(
+    at_least: int | tuple[int, int], shape: tuple[int, int]
+) -> None:
     assert decode(saved(photo(600, 800), "JPEG"), at_least, "x").shape[:2] == shape
 
 
 @pytest.mark.parametrize("sides", [(150, 200), (375, 500), (601, 799), (1066, 1600)])
-def test_pixels_stay_close_to_an_antialiased_resize_of_the_whole_image(sides):
+def test_pixels_stay_close_to_an_antialiased_resize_of_the_whole_image(sides: tuple[int, int]) -> None:
     big = photo(*sides)
     data = saved(big, "JPEG", quality=95)
     whole = Image.open(io.BytesIO(data)).convert("RGB")
@@ -184,13 +189,13 @@ def test_pixels_stay_close_to_an_antialiased_resize_of_the_whole_image(sides):
         assert difference(found, reference) < 5
 
 
-def test_fine_detail_does_not_alias_when_it_is_shrunk_a_lot():
+def test_fine_detail_does_not_alias_when_it_is_shrunk_a_lot() -> None:
     lines = np.zeros((400, 400, 3), np.uint8)
     lines[:, ::4] = lines[:, 1::4] = 255  # would turn into wide bands
     assert np.ptp(images.center(Picture(saved(Image.fromarray(lines), "PNG"), "x"), 30)[:, 2:-2].astype(int)) < 100
 
 
-def test_random_crops_are_distributed_as_torchvisions():
+def test_random_crops_are_distributed_as_torchvisions() -> None:
     for height, width, scale in ((375, 500, (0.08, 1.0)), (64, 640, (0.5, 1.0))):
         torch.manual_seed(0)
         rng, maker, blank = random.Random(0), RandomResizedCrop(8, scale=scale), torch.empty(3, height, width)
@@ -205,7 +210,7 @@ def test_random_crops_are_distributed_as_torchvisions():
 
 
 @pytest.mark.parametrize("sides", [(1, 1), (1, 500), (500, 1), (3, 2)])
-def test_tiny_and_narrow_images_are_cropped_too(sides):
+def test_tiny_and_narrow_images_are_cropped_too(sides: tuple[int, int]) -> None:
     data = saved(Image.new("RGB", sides[::-1], (9, 99, 200)), "JPEG")
     for seed in range(30):
         found = images.random_resized_crop(Picture(data, "x"), 16, (0.08, 1.0), rng=random.Random(seed))
@@ -214,12 +219,12 @@ def test_tiny_and_narrow_images_are_cropped_too(sides):
     assert images.center(Picture(data, "x"), 16).shape == (16, 16, 3)
 
 
-def test_flip_mirrors_left_and_right():
+def test_flip_mirrors_left_and_right() -> None:
     pixels = np.asarray(RGB)
     assert (images.flip(pixels) == pixels[:, ::-1]).all()
 
 
-def test_pixels_in_memory_are_a_picture_too():
+def test_pixels_in_memory_are_a_picture_too() -> None:
     assert (
         difference(
             images.center(Picture.of(np.asarray(GRAY)[:100, :100]), 100), GRAY.convert("RGB").crop((0, 0, 100, 100))
