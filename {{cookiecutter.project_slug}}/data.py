@@ -96,6 +96,10 @@ class Arrays(Dataset[Sample]):
         self.pixels, self.labels = pixels, np.asarray(labels, dtype=np.int64)
         self.cfg, self.train = cfg, train
 
+    def subset(self, indices: NDArray[np.int64], train: bool) -> Arrays:
+        """Those samples, for training or validation."""
+        return Arrays(self.pixels[indices], self.labels[indices], self.cfg, train)
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -122,9 +126,9 @@ def build(cfg: Data, seed: int) -> Datasets:
         UserError: the folder holds no classes or images, too few to split, or validation classes that training lacks.
     """
     if cfg.path in IN_MEMORY:
-        train, classes = _from_torchvision(cfg, train=True)
-        val, _ = _from_torchvision(cfg, train=False)  # the published test set
-        return Datasets(train, val, classes)
+        found, classes = _from_torchvision(cfg, published="train")
+        training, held_out = folder.split_labels(found.labels, cfg.val_fraction, seed)  # the test set stays unseen
+        return Datasets(found.subset(training, train=True), found.subset(held_out, train=False), classes)
     train_files, val_files = _train_and_val(_image_folder(cfg), cfg.val_fraction, seed)
     return Datasets(Images(train_files, cfg, train=True), Images(val_files, cfg, train=False), train_files.classes)
 
@@ -141,12 +145,15 @@ def build_split(cfg: Data, seed: int, split: str, classes: Sequence[str]) -> Ima
     """
     if cfg.path in IN_MEMORY:
         if split == "all":
-            raise UserError(f"split=all: {cfg.path} is divided already; use train, val or test (val and test are one)")
-        found, names = _from_torchvision(cfg, train=split == "train", augment=False)
+            raise UserError(f"split=all: {cfg.path} is divided already; use train, val or test")
+        found, names = _from_torchvision(cfg, published="test" if split == "test" else "train")
         if names != list(classes):
             mine, theirs = ", ".join(classes), ", ".join(names)
             raise UserError(f"data.path={cfg.path}: its classes ({theirs}) are not those of the checkpoint ({mine})")
-        return found
+        if split == "test":
+            return found
+        parts = folder.split_labels(found.labels, cfg.val_fraction, seed)
+        return found.subset(parts[0 if split == "train" else 1], train=False)
     root = _image_folder(cfg)
     if split in ("train", "val"):
         files = _train_and_val(root, cfg.val_fraction, seed)[0 if split == "train" else 1]
@@ -191,8 +198,8 @@ def _train_and_val(root: Path, fraction: float, seed: int) -> tuple[folder.Listi
     return train, held_out
 
 
-def _from_torchvision(cfg: Data, train: bool, augment: bool = True) -> tuple[Arrays, list[str]]:
-    """A data set that torchvision knows: the copy in ``data.root`` if there is one, else fetched into it."""
+def _from_torchvision(cfg: Data, published: str) -> tuple[Arrays, list[str]]:
+    """The train or test part of a data set that torchvision knows, not augmented; fetched if ``data.root`` lacks it."""
     from torchvision import datasets  # half a second, so only where it is used
 
     kind, place = {
@@ -202,11 +209,11 @@ def _from_torchvision(cfg: Data, train: bool, augment: bool = True) -> tuple[Arr
     patience = socket.getdefaulttimeout()
     try:
         try:
-            found = kind(cfg.root, train=train)
+            found = kind(cfg.root, train=published == "train")
         except RuntimeError:  # not there yet
             logger.info("fetching {} into {}", cfg.path, cfg.root)
             socket.setdefaulttimeout(30)  # seconds without an answer; torchvision itself would wait for ever
-            found = kind(cfg.root, train=train, download=True)
+            found = kind(cfg.root, train=published == "train", download=True)
     except (RuntimeError, OSError, ValueError, AssertionError) as error:  # no network, or files cut off by a kill
         reason = " ".join(str(error).split()) or "the files there are damaged"
         raise UserError(
@@ -215,7 +222,7 @@ def _from_torchvision(cfg: Data, train: bool, augment: bool = True) -> tuple[Arr
         ) from error
     finally:
         socket.setdefaulttimeout(patience)
-    return Arrays(np.asarray(found.data), found.targets, cfg, train=train and augment), list(found.classes)
+    return Arrays(np.asarray(found.data), found.targets, cfg, train=False), list(found.classes)
 
 
 # ---- on the device ---------------------------------------------------------------------------------------------------

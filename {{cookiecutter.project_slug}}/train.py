@@ -36,8 +36,8 @@ HERE = Path(__file__).resolve().parent
 
 def make_data(cfg: Config, run: Run) -> tuple[data.Datasets, Feed]:
     """The data sets, and the feed that brings their batches to the device."""
-    with run.first_on_machine():  # a data set known by name is made or fetched once, not by every process
-        sets = data.build(cfg.data, cfg.seed)
+    # The first process of each machine goes ahead: a data set known by name is made or fetched once, not by every one.
+    sets = run.first_on_machine(lambda: data.build(cfg.data, cfg.seed))
     feed = Feed(
         sets.train,
         sets.val,
@@ -91,10 +91,18 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
     prepare = data.Prepare(cfg.data, len(sets.classes), run.device, cfg.train.mixup, cfg.train.cutmix)
     net = make_model(cfg, run, len(sets.classes))
     update = make_update(cfg, run, net, feed.batches())
-    observe.check_metric(model.compute_metrics(torch.zeros(1, 1), torch.zeros(1).long()), cfg.checkpoint.metric)
+    observe.check_metric(
+        model.compute_metrics(torch.zeros(1, len(sets.classes)), torch.zeros(1).long()), cfg.checkpoint.metric
+    )
 
     state = State()  # all that the loop counts; this, the weights and the optimizer are what a checkpoint holds
-    facts = {"classes": sets.classes, "training_samples": len(sets.train), "settings": saved}
+    facts = {
+        "classes": sets.classes,
+        "training_samples": len(sets.train),
+        "optimizer": cfg.optimizer.name,
+        "effective_batch": feed.global_batch * cfg.train.accumulate,
+        "settings": saved,
+    }
     keeper = Keeper(run, state, net, update, facts, cfg.checkpoint)
     report = observe.Report(run, cfg, feed, state, len(sets.classes))
     watch = report.watch
@@ -102,7 +110,7 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
     # Nothing in the loop waits for the device: no .item(), no print of a loss. watch keeps the loss as a tensor and
     # has its value read batches later. One line per thing that happens to a batch; delete a mark and its time goes to
     # the next one.
-    for epoch in state.remaining_epochs(cfg.train.epochs, cfg.train.max_steps):
+    for epoch in state.remaining_epochs(cfg.train.epochs, cfg.train.max_steps, cfg.train.early_stop):
         left = update.batches_left(state, cfg.train.max_steps)
         for batch in watch.batches(feed.train(epoch, state.position, left)):  # the wait for data is timed in here
             with update.forward(batch):  # autocast; while accumulating, without a sum over the ranks
@@ -120,8 +128,7 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
         with watch.pause("validation"):  # stop the clock
             metrics = validate(net, feed, prepare, precision.autocast(run.device, update.dtype))
         complete = feed.batches(state.position) == 0  # False if max_steps ended the epoch in the middle
-        keep = cfg.checkpoint
-        improved = state.finish_epoch(metrics, keep.metric, keep.mode, complete, cfg.train.early_stop)
+        improved = state.finish_epoch(metrics, cfg.checkpoint.metric, cfg.checkpoint.mode, complete)
         report.epoch(epoch, state, metrics, improved)
         keeper.save_epoch(watch, metrics, improved)  # best.pt if better, last.pt to go on from
 

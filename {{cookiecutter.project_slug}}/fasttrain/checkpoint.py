@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from loguru import logger
 from torch import nn
 
 from fasttrain.errors import UserError
-from fasttrain.parallel import share_buffers, unwrap
+from fasttrain.parallel import unwrap
 from fasttrain.run import Run
 from fasttrain.state import State
 from fasttrain.update import Update
@@ -32,7 +32,7 @@ FORMAT = 1
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """Write the file whole or not at all: to a temporary name, to the disk, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # one name: what a killed process left is overwritten
     try:
         with temporary.open("wb") as file:
             torch.save(dict(content), file)
@@ -67,8 +67,13 @@ def load(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def clean_keys(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The names as the plain model has them, without the prefixes of DistributedDataParallel and torch.compile."""
+def clean_keys(weights: Mapping[str, Any], expected: Collection[str]) -> dict[str, Any]:
+    """The names as the plain model has them: without the prefixes of DistributedDataParallel and torch.compile.
+
+    Names that are as expected stay: a model may have a part of its own that is called ``module``.
+    """
+    if set(weights) == set(expected):
+        return dict(weights)
     cleaned = {}
     for name, value in weights.items():
         parts = [part for part in name.split(".") if part != "_orig_mod"]
@@ -85,8 +90,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     weights.
     """
     content = load(path)
-    weights = clean_keys(content.get("model", content))
     own = unwrap(model).state_dict()
+    weights = clean_keys(content.get("model", content), own)
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     if missing or unknown:
         kind, names = ("lacks", missing) if missing else ("has the unknown", unknown)
@@ -119,7 +124,7 @@ class Keeper:
     ) -> None:
         self.directory, self.writes, self.state = run.dir, run.is_main, state
         self.model, self.optimizer, self.scaler = model, update.optimizer, update.scaler
-        self.every, self.facts = settings.every_minutes * 60, dict(facts)
+        self.update, self.every, self.facts = update, settings.every_minutes * 60, dict(facts)
         self._last_saved = time.monotonic()
         if run.resume is not None:
             self.resume(run.resume)
@@ -135,13 +140,12 @@ class Keeper:
             raise UserError(
                 f"resume={path}: not a checkpoint of this project (to start from its weights: model.weights=...)"
             )
-        for fact in ("classes", "training_samples"):
-            saved, now = content["facts"].get(fact), self.facts.get(fact)
-            if saved != now:
-                raise UserError(f"resume={path}: it was made with {fact} {saved}, data.path has {now}")
+        self._compare(path, content)
+        plain = unwrap(self.model)
+        groups = self.optimizer.state_dict()["param_groups"]  # rates and decays are those of the settings now
         try:
-            unwrap(self.model).load_state_dict(clean_keys(content["model"]))
-            self.optimizer.load_state_dict(content["optimizer"])
+            plain.load_state_dict(clean_keys(content["model"], plain.state_dict()))
+            self.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": groups})
             self.scaler.load_state_dict(content["scaler"])
         except (RuntimeError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
@@ -156,15 +160,32 @@ class Keeper:
             self.state.best,
         )
 
+    def _compare(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint made with other data or another optimizer; name the settings that have changed."""
+        saved = content["facts"]
+        for fact in ("classes", "training_samples", "optimizer"):
+            if saved.get(fact) != self.facts[fact]:
+                raise UserError(
+                    f"resume={path}: it was made with {fact} {saved.get(fact)}, now it is {self.facts[fact]}"
+                )
+        if content["state"]["position"] and saved.get("effective_batch") != self.facts["effective_batch"]:
+            before, now = saved.get("effective_batch"), self.facts["effective_batch"]
+            raise UserError(
+                f"resume={path}: it stands within an epoch of effective batches of {before}, now they are {now}: "
+                "batch_size x processes x accumulate must stay the same"
+            )
+        changed = list(_differences(saved.get("settings", {}), self.facts["settings"]))
+        if changed:
+            logger.warning("settings changed since the checkpoint: {}", "; ".join(changed))
+
     def save_last_if_due(self, watch: Watch) -> None:
-        """After a step: write last.pt if the last one is old enough. The clock stops meanwhile."""
-        if self.writes and time.monotonic() - self._last_saved >= self.every:
+        """After a batch: write last.pt if it ended a step and the last one is old enough. The clock stops meanwhile."""
+        if self.writes and self.update.stepped and time.monotonic() - self._last_saved >= self.every:
             with watch.pause("checkpoint"):
                 self._write("last.pt", {}, watch)
 
     def save_epoch(self, watch: Watch, metrics: Mapping[str, float], improved: bool) -> None:
-        """After validation: best.pt if the metric improved, last.pt always. Every rank must call it."""
-        share_buffers(self.model)
+        """After validation: best.pt if the metric improved, last.pt always."""
         if not self.writes:
             return
         with watch.pause("checkpoint"):
@@ -178,7 +199,7 @@ class Keeper:
             self.directory / name,
             {
                 "format": FORMAT,
-                "model": clean_keys(unwrap(self.model).state_dict()),
+                "model": {k.replace("_orig_mod.", ""): v for k, v in unwrap(self.model).state_dict().items()},
                 "optimizer": self.optimizer.state_dict(),
                 "scaler": self.scaler.state_dict(),
                 "state": self.state.to_dict(),
@@ -188,3 +209,13 @@ class Keeper:
         )
         self._last_saved = time.monotonic()
         watch.sink.event("checkpoint", file=name, step=self.state.step, seconds=time.perf_counter() - began)
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """What was changed between two settings, "optimizer.lr 0.1 -> 0.2" each; where the run lies does not count."""
+    for name in sorted({*before, *now} - ({"run", "resume"} if not prefix else set())):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name} {old} -> {new}"

@@ -108,16 +108,25 @@ def line(summary: Summary, board: Dashboard) -> str:
     if left is not None:
         parts[0] += f", {board.progress.done(board.window)} of {board.progress.total} batches, {duration(left)} left"
     parts.append(f"{summary.images_per_second:.0f} img/s, {summary.wall * 1e3:.1f} ms")
-    parts.append(" ".join(f"{name} {share:.0%}" for name, (share, _) in summary.phases.items()))
+    parts.append(", ".join(f"{name} {share:.0%} {ms * 1e3:.1f}" for name, (share, ms) in summary.phases.items()))
     parts.append(
         f"ready {number(summary.ready)}, data/compute {number(summary.data_ratio, '.2f')}, "
         f"long waits {summary.long_waits} of {summary.batches}"
     )
     parts.append(f"loss {number(summary.loss_mean, '.4f')} lr {number(summary.lr, '.3g')}")
     sample = board.sample
-    gpu_memory = "" if sample.gpu_memory_used is None else f" {number(sample.gpu_memory_used, 'GB', ' GB')}"
+    gpu = [
+        number(value, form, unit)
+        for value, form, unit in (
+            (sample.gpu, ".0f", "%"),
+            (sample.gpu_memory_used, "GB", " GB"),
+            (sample.gpu_temperature, ".0f", " C"),
+            (sample.gpu_power, ".0f", " W"),
+        )
+        if value is not None
+    ]
     parts.append(
-        f"GPU {number(sample.gpu, '.0f', '%')}{gpu_memory}, "
+        f"GPU {' '.join(gpu) or 'n/a'}, "
         f"CPU {number(sample.cpu, '.0f', '%')}, memory {number(sample.memory_used, 'GB', ' GB')}, "
         f"disk {number(sample.disk_read, '.1f', ' MB/s')} busy {number(sample.disk_busy, '.0f', '%')}"
     )

@@ -40,6 +40,9 @@ class SettingsError(UserError):
     def __init__(self, key: str, value: Any, expected: str) -> None:
         super().__init__(f"{key}={printable(value, 100)}: expected {printable(expected)}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SettingsError.line, self.args  # a loader worker sends it to the training process
+
     @classmethod
     def line(cls, text: str) -> SettingsError:
         """An error about something other than one value: `text` is the whole line."""

@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from loguru import logger
@@ -153,14 +154,20 @@ def split(listing: Listing, fraction: float, seed: int) -> tuple[Listing, Listin
     Raises:
         UserError: fewer than two images.
     """
-    total = len(listing)
-    if total < 2:
-        where = printable(listing.root)
+    if len(listing) < 2:
+        where, total = printable(listing.root), len(listing)
         raise UserError(f"{where}: {total} image can't be split into training and validation: at least 2 are needed")
+    training, validation = split_labels(listing.labels, fraction, seed)
+    return listing.subset(training), listing.subset(validation)
+
+
+def split_labels(labels: NDArray[Any], fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The same for samples of which only the labels are known, at least two: the places of either part, ascending."""
+    total = len(labels)
     rng = np.random.default_rng(seed)
     order = rng.permutation(total)
-    by_class = order[np.argsort(listing.labels[order], kind="stable")]  # shuffled within each class
-    counts = np.bincount(listing.labels, minlength=len(listing.classes))
+    by_class = order[np.argsort(labels[order], kind="stable")]  # shuffled within each class
+    counts = np.bincount(labels)
 
     # Whole parts first, then one more for the largest remainders: the total is right even where the classes are small.
     share = fraction * counts
@@ -176,7 +183,7 @@ def split(listing: Listing, fraction: float, seed: int) -> tuple[Listing, Listin
 
     place = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)  # of each image within its class
     in_val = place < np.repeat(take, counts)
-    return listing.subset(np.sort(by_class[~in_val])), listing.subset(np.sort(by_class[in_val]))
+    return np.sort(by_class[~in_val]), np.sort(by_class[in_val])
 
 
 @contextlib.contextmanager

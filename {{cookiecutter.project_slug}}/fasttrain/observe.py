@@ -57,13 +57,14 @@ class Report:
 
     def __init__(self, run: Run, settings: Any, feed: Feed, state: State, classes: int) -> None:
         self.run, self.settings = run, settings
+        run.begin_training()
         self.recorder = Recorder(run.dir, run.rank, run.started)
         run.stack.callback(self.recorder.close)
         index, uuid = _nvidia(run.device)
         gauges = run.stack.enter_context(Gauges(self.recorder.event, _disk(settings), index, uuid=uuid))
         self.totals = Totals(run.world)
         self.watch = Watch(self.recorder, feed.clock, run.started, run.began)
-        run.stack.callback(self.watch.close)
+        run.stack.callback(self.watch.abandon)  # after `end` there is nothing left to abandon
         if run.is_main:
             self.recorder.show_on(self.totals)
             self._show_dashboard(feed, state, gauges)
@@ -85,7 +86,7 @@ class Report:
         self.watch.close()
         self.recorder.close()
         name = self.settings.checkpoint.metric
-        if state.stopped:
+        if state.gave_up(self.settings.train.early_stop):
             logger.info(f"stopped early: no better {name} for {state.epochs_without_gain} epochs")
         if self.run.is_main:
             logger.info(f"{state.step} steps; {self.totals}")
@@ -93,8 +94,10 @@ class Report:
             logger.warning(f"no finite {name} was reached: there is no best.pt")
             return
         best = self.run.dir / "best.pt"
-        logger.info(f"best {name} {state.best:.4f} in epoch {state.best_epoch + 1}: {best}")
-        logger.info(f"next: python -m fasttrain evaluate {best}")
+        where = best if best.exists() else f"no {best}, since nothing in this directory was better"
+        logger.info(f"best {name} {state.best:.4f} in epoch {state.best_epoch + 1}: {where}")
+        if best.exists():
+            logger.info(f"next: python -m fasttrain evaluate {best}")
 
     def _show_dashboard(self, feed: Feed, state: State, gauges: Gauges) -> None:
         board, train = self.settings.dashboard, self.settings.train

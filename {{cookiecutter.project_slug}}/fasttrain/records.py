@@ -48,6 +48,8 @@ class BatchRecord(NamedTuple):
     made: float | None = None  # seconds the loader worker took for this batch
     worker: int | None = None
     ready: int | None = None  # batches ready in the loader when this one was asked for
+    host_wall: float | None = None  # on a device with a queue of its own: the same batch on the host's clock
+    host_wait: float | None = None  # and how long the host waited for the loader
 
 
 class View(Protocol):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -23,18 +19,17 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from fasttrain import __version__, logs, machine
+from fasttrain import facts, logs, machine
 from fasttrain.errors import SettingsError, UserError
 from fasttrain.settings import to_yaml
 
 T = TypeVar("T")
-PACKAGES = ("torch", "torchvision", "numpy", "omegaconf", "opencv-python-headless", "simplejpeg", "pillow")
-OTHERS_WAIT = 10.0  # seconds that a rank waits before it says an error which rank 0 may be saying
+OTHERS_WAIT = 30.0  # seconds that a rank waits before it says an error which rank 0 may be saying
 
 
 @dataclass
 class Run:
-    """This process's place in the training.
+    """This process's place in the training, and the run directory.
 
     rank counts over all machines, local_rank on this one; started is when the run first began (``time.time()``),
     began when this process did; resume is the checkpoint to go on from.
@@ -49,40 +44,56 @@ class Run:
     resume: Path | None = None
     started: float = 0.0
     began: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)  # references unresolved
+    home: Path = Path()  # the project's folder
     worker_log: logs.WorkerLog | None = None
+    training: bool = False  # the loop has begun: from here on an error is this rank's own
     stack: ExitStack = field(default_factory=ExitStack)  # closed, last in first out, when the run ends
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def begin_training(self) -> None:
+        """All is checked: from here on this is a run, whose settings, versions and command line are written down."""
+        self.training = True
+        if self.is_main:
+            (self.dir / "config.yaml").write_text(to_yaml(self.settings))
+            facts.write(self.dir / facts.FILE, self.home, self.device, self.world, self.started, self.began)
+
     def on_rank0(self, function: Callable[[], T]) -> T:
         """Run it on rank 0 and give everyone the result, or its UserError. The result must be plain data."""
-        if self.world == 1:
-            return function()
-        answer: list[Any] = [None, None]
-        if self.is_main:
-            try:
-                answer[0] = function()
-            except UserError as error:
-                answer[1] = (str(error), error.exit_code)
-        dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-        if answer[1] is not None:
-            text, code = answer[1]
-            said = UserError(text)
-            said.exit_code = code
-            raise said
-        result: T = answer[0]
-        return result
+        result, error = _outcome(function) if self.is_main else (None, None)
+        self.agree(error)
+        results: list[Any] = [result]
+        if self.world > 1:
+            dist.broadcast_object_list(results, src=0, device=torch.device("cpu"))
+        agreed: T = results[0]
+        return agreed
 
-    @contextmanager
-    def first_on_machine(self) -> Iterator[None]:
-        """The first process of each machine goes through before the others: for files that are made on first use."""
-        if self.local_rank > 0:
-            dist.barrier()
-        yield
-        if self.local_rank == 0 and self.world > 1:
-            dist.barrier()
+    def first_on_machine(self, function: Callable[[], T]) -> T:
+        """Run it on the first process of each machine, then on the others: for files that are made on first use.
+
+        If it fails with a UserError on any rank, all ranks raise that.
+        """
+        result: Any = None
+        for turn_of_first in (True, False):
+            error = None
+            if turn_of_first == (self.local_rank == 0):
+                result, error = _outcome(function)
+            self.agree(error)
+        agreed: T = result
+        return agreed
+
+    def agree(self, error: UserError | None) -> None:
+        """Every rank must call it: if one has an error, all raise it, and none waits for another that is gone."""
+        errors: list[UserError | None] = [error]
+        if self.world > 1:
+            errors *= self.world
+            dist.all_gather_object(errors, error)
+        for found in errors:
+            if found is not None:
+                raise found
 
 
 @contextmanager
@@ -100,26 +111,20 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
     signal.signal(signal.SIGTERM, _terminate)
     place = _join()
     with place.stack:
-        place.began = psutil.Process().create_time()
+        place.began, place.settings, place.home = psutil.Process().create_time(), settings, home
         directory, checkpoint, place.started = place.on_rank0(lambda: _claim(run.dir, resume, place.began, home))
         place.dir, place.resume = Path(directory), None if checkpoint is None else Path(checkpoint)
         log = place.stack.enter_context(logs.start(place.dir, place.rank, run.log_level))
         place.worker_log = log.worker_log()
         try:
-            if place.is_main:
-                _write_facts(place, settings, home)
             logger.info("run directory {}", place.dir)
             if resume == "auto":
-                logger.info(
-                    "resume=auto: {}",
-                    f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh",
-                )
+                told = f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh"
+                logger.info("resume=auto: {}", told + ("; only with run.dir set can a run be resumed" * (not run.dir)))
             yield place
         except UserError:
-            # An error that all ranks meet is to be read once: rank 0 says it, and the launcher then ends the others.
-            # One that rank 0 does not meet is said by its own rank after a while.
-            if place.local_rank > 0:
-                time.sleep(OTHERS_WAIT)
+            if not place.training:
+                _let_rank0_speak(place.local_rank)
             raise
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -132,8 +137,7 @@ def exits_cleanly() -> Iterator[None]:
         yield
     except UserError as error:
         if not logs.reported(error):  # before the run's log was open
-            if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-                time.sleep(OTHERS_WAIT)
+            _let_rank0_speak(int(os.environ.get("LOCAL_RANK", "0")))
             sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:
@@ -146,6 +150,22 @@ def exits_cleanly() -> Iterator[None]:
         sys.exit(1)
 
 
+def _outcome(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
+    try:
+        return function(), None
+    except UserError as error:
+        return None, error
+
+
+def _let_rank0_speak(local_rank: int) -> None:
+    """Before the loop all ranks meet the same errors, to be read once: the first says it, the launcher ends the rest.
+
+    Should that not happen, the error is this rank's own after all, and is said after a while.
+    """
+    if local_rank > 0:
+        time.sleep(OTHERS_WAIT)
+
+
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
@@ -156,8 +176,8 @@ def _join() -> Run:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if launched else (0, 0, 1, 1)
     device = pick_device(local_rank, local_world)
-    if device.type == "cpu" and (launched or "OMP_NUM_THREADS" not in os.environ):
-        # torchrun sets one thread a process whatever the machine has.
+    if device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        # Not set, or set to 1 by torchrun, which does so whatever the machine has.
         torch.set_num_threads(max(1, machine.cores() // local_world))
     if launched:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -190,12 +210,12 @@ def _claim(directory: str | None, resume: str | None, began: float, home: Path) 
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError("run.dir", directory, f"a folder that can be made ({error.strerror})") from None
-    last, facts = path / "last.pt", path / "run.json"
-    if facts.exists() and resume is None:
+    last, first = path / "last.pt", path / facts.FILE
+    if first.exists() and resume is None:
         expected = "a new folder: this one holds a run already. resume=auto goes on with it"
         raise SettingsError("run.dir", directory, expected)
     checkpoint = resume if resume != "auto" else str(last) if last.exists() else None
-    started = float(json.loads(facts.read_text())["started"]) if facts.exists() and checkpoint else began
+    started = facts.started(first) if first.exists() and checkpoint else began
     return str(path), checkpoint, started
 
 
@@ -211,28 +231,3 @@ def _new_directory(runs: Path) -> Path:
             raise UserError(f"{path}: the run directory can't be made ({error.strerror}): set run.dir") from None
         return path
     raise UserError(f"{runs}: no free name for a run directory: set run.dir")
-
-
-def _write_facts(place: Run, settings: Mapping[str, Any], home: Path) -> None:
-    """Save what the run was made with: settings, versions, revision, command line."""
-    (place.dir / "config.yaml").write_text(to_yaml(settings))
-    facts = {
-        "started": place.started,
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "versions": {"fasttrain": __version__, **{name: version(name) for name in PACKAGES}},
-        "git": _revision(home),
-        "device": torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type,
-        "world_size": place.world,
-    }
-    (place.dir / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
-
-
-def _revision(home: Path) -> str | None:
-    """The project's git revision, with "+changes" if files differ from it; None outside git."""
-    command = ["git", "-C", str(home), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None

@@ -14,26 +14,32 @@ from fasttrain.transfer import Batch
 class State:
     """The loop's numbers. Positions, not histories: random draws follow from them (see seeding.py)."""
 
-    epoch: int = 0  # epochs finished; while one runs, its number from 0
+    epoch: int = 0  # number of the epoch that runs or comes next, from 0: as many are finished
     position: int = 0  # samples of this epoch's global order that are done, over all ranks
     step: int = 0  # optimizer steps done
     best: float | None = None  # best validation metric so far
     best_epoch: int | None = None
     epochs_without_gain: int = 0  # for early stopping
-    stopped: bool = False  # early
 
-    def remaining_epochs(self, epochs: int, max_steps: int | None) -> Iterator[int]:
-        """The epochs to run, the one that was left in the middle first."""
-        while self.epoch < epochs and not self.stopped and (max_steps is None or self.step < max_steps):
+    def remaining_epochs(self, epochs: int, max_steps: int | None, early_stop: int | None) -> Iterator[int]:
+        """The epochs to run, the one that was left in the middle first.
+
+        Args:
+            epochs, max_steps: the length of the training.
+            early_stop: stop after so many complete epochs without a better metric.
+        """
+        while self.epoch < epochs and (max_steps is None or self.step < max_steps) and not self.gave_up(early_stop):
             yield self.epoch
+
+    def gave_up(self, early_stop: int | None) -> bool:
+        """Whether there were ``early_stop`` epochs in a row without a better metric."""
+        return early_stop is not None and self.epochs_without_gain >= early_stop
 
     def advance(self, batch: Batch) -> None:
         """This batch is done."""
         self.position = batch.end
 
-    def finish_epoch(
-        self, metrics: Mapping[str, float], name: str, mode: str, complete: bool, early_stop: int | None
-    ) -> bool:
+    def finish_epoch(self, metrics: Mapping[str, float], name: str, mode: str, complete: bool) -> bool:
         """Take in the validation metrics, the same on all ranks; True if the deciding one is the best so far.
 
         If any of them is NaN or infinite, the network is broken and none is a best.
@@ -42,7 +48,6 @@ class State:
             name: of the metric that decides.
             mode: "max" or "min", the better direction.
             complete: False if max_steps ended the epoch in the middle; it can then be gone on with.
-            early_stop: stop after so many complete epochs without a better metric.
         """
         metric = metrics[name] if all(map(math.isfinite, metrics.values())) else math.nan
         improved = is_better(metric, self.best, mode)
@@ -51,7 +56,6 @@ class State:
         if complete:
             self.epoch, self.position = self.epoch + 1, 0
             self.epochs_without_gain = 0 if improved else self.epochs_without_gain + 1
-            self.stopped = early_stop is not None and self.epochs_without_gain >= early_stop
         return improved
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,7 +66,6 @@ class State:
         for field in fields(self):
             if field.name in saved:
                 setattr(self, field.name, saved[field.name])
-        self.stopped = False  # a run that stopped early goes on when resumed with another setting
 
 
 def is_better(metric: float, best: float | None, mode: str) -> bool:

@@ -51,7 +51,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     optional: bool = False
     many: bool = False  # a list of `kind`
-    limits: Mapping[str, Any] = field(default_factory=dict)  # the arguments of settings.value or settings.path
+    limits: Mapping[str, Any] = field(default_factory=dict)  # the arguments of settings.value or settings.location
 
     @property
     def is_path(self) -> bool:

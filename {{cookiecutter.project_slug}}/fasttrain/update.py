@@ -87,6 +87,7 @@ class Update:
         self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.step, self.lr = 1, schedule(0)  # number, from 1, and rate of the step that the current batch belongs to
+        self.stepped = False  # whether the last batch ended a step; between, gradients are half gathered
         self._due, self._parts = True, 1
 
     def forward(self, batch: Batch) -> torch.autocast:
@@ -109,6 +110,7 @@ class Update:
     def step_if_due(self, state: State) -> bool:
         """After the last batch of a step: unscale, clip, set the rate, step, zero. True if a step was taken."""
         self.step, self.lr = state.step + 1, self.schedule(state.step)
+        self.stepped = self._due
         if not self._due:
             return False
         if self.clip_norm is not None:

@@ -11,6 +11,7 @@ work; they are read batches later, when the device has passed them, and never wa
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,11 +21,12 @@ from typing import Any, Protocol
 
 import torch
 
-from fasttrain.clock import Clock, Stamp
+from fasttrain.clock import Clock, HostClock, Stamp
 from fasttrain.records import PHASES, BatchRecord
 from fasttrain.transfer import Batch
 
 MARKS = frozenset(("forward", "backward", "optimizer", "other"))
+_NOTHING = dict.fromkeys(("wall", *PHASES), 0.0)  # until the device has passed the batch's end
 MOST_PENDING = 256  # batches whose events have not passed; more means that nothing ever passes
 
 
@@ -41,11 +43,8 @@ class _Timed:
 
     begin: Stamp
     segments: list[tuple[str, Stamp]]  # phase, and the moment at which it ended; "pause" is left out of the sums
-    batch: Batch
-    time: float
-    step: int
-    loss: torch.Tensor | None
-    lr: float | None
+    copied: tuple[Stamp, Stamp] | None
+    record: BatchRecord  # all but the phases; the batch itself is not kept, its memory is wanted
 
 
 class Watch:
@@ -65,17 +64,23 @@ class Watch:
         self._batch: Batch | None = None
         self._noted: tuple[int, torch.Tensor | None, float | None] = (0, None, None)
         self._pending: deque[_Timed] = deque()
+        self._runs_behind = not isinstance(clock, HostClock)  # the host's times are then other ones, kept beside
+        self._host_end = self._host_wait = 0.0
 
     def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
         """Hand on the batches; the time from asking to getting one is its wait (and copy, where the device copies)."""
         if self._begin is None:
-            self._begin = self.clock.stamp()
+            self._begin, self._host_end = self.clock.stamp(), time.perf_counter()
             self.sink.event("pause", name="startup", seconds=time.time() - self.began)
         else:
             self._segments.append(("other", self.clock.stamp()))  # what happened since the last batch, pauses apart
         iterator = iter(source)
         try:
-            for batch in iterator:
+            while True:
+                asked = time.perf_counter()
+                if (batch := next(iterator, None)) is None:
+                    return
+                self._host_wait = time.perf_counter() - asked
                 self._segments.append(("wait", self.clock.stamp()))
                 self._batch = batch
                 yield batch
@@ -111,24 +116,46 @@ class Watch:
         finally:
             self.clock.settle()
             self._segments.append(("pause", self.clock.stamp()))
-            self.sink.event("pause", name=name, seconds=time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._host_end += seconds
+            self.sink.event("pause", name=name, seconds=seconds)
 
     def close(self) -> None:
-        """Read what is pending. Waits for the device."""
+        """Read what is pending, at the end of a training. Waits for the device."""
         self._finish()
         self.clock.settle()
         self._send_passed()
+
+    def abandon(self) -> None:
+        """Read what the device has passed, when a training fails: it may never pass the rest."""
+        with contextlib.suppress(RuntimeError):  # a device in error answers every question with the same error
+            self._finish()
 
     def _finish(self) -> None:
         """The open batch ends now."""
         if self._batch is None:
             return
-        end = self.clock.stamp()
+        end, host_end = self.clock.stamp(), time.perf_counter()
         self._segments.append(("other", end))
         step, loss, lr = self._noted
-        now = time.time() - self.started
-        self._pending.append(_Timed(self._begin, self._segments, self._batch, now, step, loss, lr))
+        batch = self._batch
+        record = BatchRecord(
+            epoch=batch.epoch,
+            step=step,
+            time=time.time() - self.started,
+            **_NOTHING,
+            images=batch.size,
+            loss=loss,
+            lr=lr,
+            made=batch.made,
+            worker=batch.worker,
+            ready=batch.ready,
+            host_wall=host_end - self._host_end if self._runs_behind else None,
+            host_wait=self._host_wait if self._runs_behind else None,
+        )
+        self._pending.append(_Timed(self._begin, self._segments, batch.copied, record))
         self._begin, self._segments, self._batch, self._noted = end, [], None, (step, None, None)
+        self._host_end = host_end
         if len(self._pending) > MOST_PENDING:
             self.clock.settle()
         self._send_passed()
@@ -138,31 +165,18 @@ class Watch:
             self.sink.batch(self._record(self._pending.popleft()))
 
     def _record(self, timed: _Timed) -> BatchRecord:
-        spent = dict.fromkeys(PHASES, 0.0)
+        spent: dict[str, Any] = dict.fromkeys(PHASES, 0.0)
         begin = timed.begin
         for phase, end in timed.segments:
             if phase != "pause":
                 seconds = self.clock.seconds(begin, end)
-                if phase == "wait" and timed.batch.copied is not None:
-                    copy = self._overlap(begin, end, timed.batch.copied)
+                if phase == "wait" and timed.copied is not None:
+                    copy = self._overlap(begin, end, timed.copied)
                     spent["copy"] += copy
                     seconds -= copy
                 spent[phase] += seconds
             begin = end
-        batch = timed.batch
-        return BatchRecord(
-            epoch=batch.epoch,
-            step=timed.step,
-            time=timed.time,
-            wall=sum(spent.values()),
-            **spent,
-            images=batch.size,
-            loss=timed.loss,
-            lr=timed.lr,
-            made=batch.made,
-            worker=batch.worker,
-            ready=batch.ready,
-        )
+        return timed.record._replace(wall=sum(spent.values()), **spent)
 
     def _overlap(self, begin: Stamp, end: Stamp, copied: tuple[Stamp, Stamp]) -> float:
         """Of the wait from begin to end, the seconds in which this batch was being copied, the device idle."""

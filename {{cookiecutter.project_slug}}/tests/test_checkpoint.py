@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from loguru import logger
 from torch import nn
 
 from fasttrain import checkpoint
@@ -30,6 +32,15 @@ def watch() -> Watch:
     return Watch(Nowhere(), HostClock(), 0.0, 0.0)
 
 
+@pytest.fixture
+def caplog_lines() -> Iterator[list[str]]:
+    """What loguru is given."""
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message)))
+    yield lines
+    logger.remove(sink)
+
+
 def network(classes: int = 3) -> Any:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, classes))
 
@@ -40,7 +51,8 @@ def keeper(
     run = Run(0, 0, 1, 1, torch.device("cpu"), dir=directory, resume=resume)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     update = Update(model, optimizer, Schedule(0.1, 10, 0, 0), torch.device("cpu"), dtype=None)
-    facts = {"classes": ["a", "b", "c"], "training_samples": 10, "settings": {"seed": 0}, **facts}
+    plain = {"classes": ["a", "b", "c"], "training_samples": 10, "optimizer": "sgd", "effective_batch": 8}
+    facts = {**plain, "settings": {"seed": 0}, **facts}
     return checkpoint.Keeper(run, state, model, update, facts, SimpleNamespace(every_minutes=1e9))
 
 
@@ -86,6 +98,9 @@ def test_last_is_written_within_an_epoch_when_it_is_time(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
     one.every = 0.0
     one.save_last_if_due(watch())
+    assert os.listdir(tmp_path) == [], "gradients are half gathered"
+    one.update.stepped = True
+    one.save_last_if_due(watch())
     assert os.listdir(tmp_path) == ["last.pt"]
 
 
@@ -93,6 +108,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     one = keeper(tmp_path, network(), State())
     one.writes = False
     one.every = 0.0
+    one.update.stepped = True
     one.save_last_if_due(watch())
     one.save_epoch(watch(), {}, improved=True)
     assert os.listdir(tmp_path) == []
@@ -113,7 +129,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> N
 )
 def test_prefixes_of_wrappers_are_taken_off(prefixes: tuple[str, str]) -> None:
     start, inner = prefixes
-    assert checkpoint.clean_keys({f"{start}body.{inner}weight": 1}) == {"body.weight": 1}
+    assert checkpoint.clean_keys({f"{start}body.{inner}weight": 1}, ["body.weight"]) == {"body.weight": 1}
 
 
 def test_a_wrapped_model_saves_clean_keys_that_load_strictly_everywhere(tmp_path: Path) -> None:
@@ -162,12 +178,41 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: Any, says: st
 
 @pytest.mark.parametrize(
     ("facts", "says"),
-    [({"classes": ["a", "b"]}, "classes"), ({"training_samples": 11}, "training_samples 10, data.path has 11")],
+    [
+        ({"classes": ["a", "b"]}, "classes"),
+        ({"training_samples": 11}, "training_samples 10, now it is 11"),
+        ({"optimizer": "adamw"}, "optimizer sgd, now it is adamw"),
+        ({"effective_batch": 16}, "effective batches of 8, now they are 16"),
+    ],
 )
 def test_resuming_with_other_data_is_refused_by_name(tmp_path: Path, facts: dict[str, Any], says: str) -> None:
-    keeper(tmp_path, network(), State()).save_epoch(watch(), {}, improved=False)
+    keeper(tmp_path, network(), State(position=8)).save_epoch(watch(), {}, improved=False)
     with pytest.raises(UserError, match=says):
         keeper(tmp_path, network(), State(), resume=tmp_path / "last.pt", **facts)
+
+
+def test_resumed_with_other_settings_they_are_in_force_and_named(tmp_path: Path, caplog_lines: list[str]) -> None:
+    first = keeper(tmp_path, network(), State())
+    train_one_step(first.model, first.optimizer)
+    first.save_epoch(watch(), {}, improved=False)
+    second = keeper(tmp_path, network(), State(), settings={"seed": 1})
+    second.optimizer.param_groups[0]["momentum"] = 0.5
+    second.resume(tmp_path / "last.pt")
+    assert second.optimizer.param_groups[0]["momentum"] == 0.5
+    assert any("seed 0 -> 1" in line for line in caplog_lines)
+
+
+def test_a_model_with_a_part_called_module_can_be_resumed(tmp_path: Path) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+
+    one = Wrapper()
+    keeper(tmp_path, one, State()).save_epoch(watch(), {}, improved=False)
+    other = Wrapper()
+    keeper(tmp_path, other, State(), resume=tmp_path / "last.pt")
+    assert torch.equal(other.module.weight, one.module.weight)
 
 
 class Harmful:

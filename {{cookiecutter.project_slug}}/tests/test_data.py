@@ -176,13 +176,16 @@ def fashion(root: Path, count: int = 6) -> None:
 
 def test_a_local_copy_of_a_known_data_set_is_used_where_it_lies(tmp_path: Path) -> None:
     fashion(tmp_path)
-    sets = data.build(config("fashion_mnist", root=str(tmp_path), image_size=28), 0)
-    pixels, label = sets.val[2]
-    assert (label, sets.classes[2], len(sets.train)) == (2, "Pullover", 6)
-    assert (pixels == FASHION[2][:, :, None]).all()  # gray in all three channels
-    test = data.build_split(config("fashion_mnist", root=str(tmp_path)), 0, "test", sets.classes)
-    assert isinstance(test, data.Arrays)
-    assert not test.train
+    cfg = config("fashion_mnist", root=str(tmp_path), image_size=28)
+    sets = data.build(cfg, 0)
+    assert (len(sets.train), len(sets.val), sets.classes[2]) == (5, 1, "Pullover")
+    parts = {split: data.build_split(cfg, 0, split, sets.classes) for split in ("train", "val", "test")}
+    labels = {split: [part[i][1] for i in range(len(part))] for split, part in parts.items()}
+    assert sorted(labels["train"] + labels["val"]) == labels["test"] == list(range(6)), "val is a part of train"
+    assert labels["val"] == [sets.val[0][1]]
+    pixels, label = parts["test"][2]
+    assert label == 2
+    assert (pixels == FASHION[2][:, :, None]).all()  # gray in all three channels, not augmented
 
 
 def test_without_network_and_copy_the_error_says_what_to_put_where(

@@ -33,27 +33,31 @@ def test_better(metric: float, best: float | None, mode: str, better: bool) -> N
 def test_stops_early_after_epochs_without_gain() -> None:
     state = State()
     ran = []
-    for epoch in state.remaining_epochs(20, None):
+    for epoch in state.remaining_epochs(20, None, 3):
         ran.append(epoch)
         metrics = {"accuracy": [0.1, 0.5, 0.4, 0.5, math.nan, 0.9][epoch]}
-        state.finish_epoch(metrics, "accuracy", "max", True, early_stop=3)
+        state.finish_epoch(metrics, "accuracy", "max", True)
     assert ran == [0, 1, 2, 3, 4]
     assert (state.best, state.best_epoch) == (0.5, 1)
+    resumed = State()
+    resumed.restore(state.to_dict())
+    assert list(resumed.remaining_epochs(20, None, 3)) == [], "a requeued job would never end"
+    assert next(resumed.remaining_epochs(20, None, 4)) == 5
 
 
 def test_a_network_with_any_metric_that_is_not_finite_is_no_best() -> None:
     state = State()
-    assert not state.finish_epoch({"accuracy": 0.9, "loss": math.nan}, "accuracy", "max", True, None)
+    assert not state.finish_epoch({"accuracy": 0.9, "loss": math.nan}, "accuracy", "max", True)
     assert state.best is None
-    assert state.finish_epoch({"accuracy": 0.1, "loss": 1.0}, "accuracy", "max", True, None)
+    assert state.finish_epoch({"accuracy": 0.1, "loss": 1.0}, "accuracy", "max", True)
 
 
 def test_an_epoch_that_max_steps_cut_short_is_gone_on_with() -> None:
     state = State(epoch=2, position=48, step=10)
-    assert list(state.remaining_epochs(5, 10)) == []
-    state.finish_epoch({"accuracy": 0.5}, "accuracy", "max", complete=False, early_stop=1)
-    assert (state.epoch, state.position, state.stopped) == (2, 48, False)
-    assert next(state.remaining_epochs(5, None)) == 2
+    assert list(state.remaining_epochs(5, 10, None)) == []
+    state.finish_epoch({"accuracy": 0.5}, "accuracy", "max", complete=False)
+    assert (state.epoch, state.position, state.epochs_without_gain) == (2, 48, 0)
+    assert next(state.remaining_epochs(5, None, 1)) == 2
 
 
 def test_everything_is_saved_and_restored() -> None:

@@ -97,6 +97,18 @@ def test_the_records_tell_waiting_from_computing(train: Train) -> None:
     assert [event["name"] for event in run.events("pause")] == ["startup", "validation", "checkpoint"]
 
 
+def test_batches_and_pauses_equal_an_independent_clock_within_one_percent(train: Train) -> None:
+    """The times of the records are the system's clock; the durations are the stopwatch's."""
+    settings = ("model.name=stand_in", "model.stand_in_ms=60", "train.epochs=2")
+    run = train("clocks", *settings)
+    assert run.code == 0, run.output
+    first, *rest = run.records()
+    pauses = [p["seconds"] for p in run.events("pause") if first["time"] < p["time"] < rest[-1]["time"]]
+    assert len(pauses) == 2, "validation and checkpoint of the first epoch"
+    measured = sum(record["wall"] for record in rest) + sum(pauses)
+    assert measured == pytest.approx(rest[-1]["time"] - first["time"], rel=0.01)
+
+
 def test_the_run_directory_tells_what_was_run(train: Train) -> None:
     run = train("told", "optimizer.lr=${oc.env:RATE}", RATE="0.0123")
     assert run.code == 0, run.output

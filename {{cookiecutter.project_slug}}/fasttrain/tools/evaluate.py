@@ -22,9 +22,7 @@ SPLITS = ("val", "train", "test", "all")
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m fasttrain evaluate", description="The metrics of a checkpoint.")
     parser.add_argument("checkpoint", help="best.pt or last.pt of a run")
-    parser.add_argument(
-        "--split", choices=SPLITS, default="val", help="all: every image of a folder of classes, or of all splits"
-    )
+    parser.add_argument("--split", choices=SPLITS, default="val", help="all: every image of a folder of classes")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of text")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
     options = parser.parse_intermixed_args(arguments)
@@ -46,7 +44,9 @@ def evaluate(path: str, split: str, overrides: Sequence[str]) -> tuple[dict[str,
         saved, classes, weights = content["facts"]["settings"], content["facts"]["classes"], content["model"]
     except (KeyError, TypeError):
         raise UserError(f"{path}: not a checkpoint of this project: it has no settings and classes") from None
-    cfg, _ = settings.load(project.module("config").Config, saved, overrides)
+    # What a training started from need not be there any more, and no sample of a small split is left out.
+    own = ("resume=null", "model.weights=null", "data.drop_last=false")
+    cfg, _ = settings.load(project.module("config").Config, saved, [*own, *overrides])
 
     device = run.pick_device(0, 1)
     dataset = data.build_split(cfg.data, cfg.seed, split, classes)
@@ -54,7 +54,7 @@ def evaluate(path: str, split: str, overrides: Sequence[str]) -> tuple[dict[str,
     feed = Feed(dataset, dataset, cfg.data, workers=workers, epochs=1, seed=cfg.seed, rank=0, world=1, device=device)
     net = model.build_model(cfg.model, len(classes), cfg.data.image_size)
     try:
-        net.load_state_dict(checkpoint.clean_keys(weights))
+        net.load_state_dict(checkpoint.clean_keys(weights, net.state_dict()))
     except RuntimeError as error:
         raise UserError(
             f"{path}: does not fit model.name={cfg.model.name}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,72 @@
+"""What a run was made with: versions, git revision, command line, in ``run.json`` of the run directory."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasttrain import __version__
+from fasttrain.errors import UserError
+
+FILE = "run.json"
+PACKAGES = ("torch", "torchvision", "numpy", "omegaconf", "opencv-python-headless", "simplejpeg", "pillow")
+
+
+def write(path: Path, home: Path, device: torch.device, world: int, started: float, began: float) -> None:
+    """Write the file. A resumed run keeps what stands there about the first start, and adds this one.
+
+    Args:
+        home: the project's folder, for its revision.
+        started, began: when the run and when this process began, ``time.time()``.
+    """
+    facts = {
+        "started": started,
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "versions": {"fasttrain": __version__, **{name: _version(name) for name in PACKAGES}},
+        "git": _revision(home),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "world_size": world,
+    }
+    if path.exists():
+        first = _read(path)
+        facts = {**first, "resumed": [*first.get("resumed", []), {**facts, "started": began}]}
+    path.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def started(path: Path) -> float:
+    """When the run first began."""
+    return float(_read(path)["started"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(path.read_text())
+        float(facts["started"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not readable ({error}): choose another run.dir") from None
+    return dict(facts)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # another build of the same module, opencv-python say
+        return None
+
+
+def _revision(home: Path) -> str | None:
+    """The project's git revision, with "+changes" if files differ from it; None outside git."""
+    command = ["git", "-C", str(home), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
