@@ -1,7 +1,7 @@
 """Where random numbers come from.
 
 Every draw of a training is a function of (seed, place): a sample's augmentation of (seed, epoch, index), a step's
-dropout of (seed, epoch, position, rank), any other draw in a loader worker of (seed, rank, worker, epoch, batch). So
+dropout of (seed, epoch, batch, rank), any other draw for a batch in a worker of (seed, epoch, rank, batch). So
 the result depends neither on the number of workers nor on what was drawn before, and a resumed run needs no saved
 random states.
 
