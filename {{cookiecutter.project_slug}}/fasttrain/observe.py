@@ -59,6 +59,7 @@ class Report:
         self.run, self.settings = run, settings
         self.recorder = Recorder(run.dir, run.rank, run.started)
         run.stack.callback(self.recorder.close)
+        feed.tell(self.recorder.event)
         index, uuid = _nvidia(run.device)
         gauges = run.stack.enter_context(Gauges(self.recorder.event, _disk(settings), index, uuid=uuid))
         self.totals = Totals(run.world)

@@ -25,6 +25,7 @@ from loguru import logger
 from fasttrain import __version__, logs, machine
 from fasttrain.errors import SettingsError, UserError
 from fasttrain.settings import to_yaml
+from fasttrain.worker import lost_worker
 
 T = TypeVar("T")
 OTHERS_WAIT = 10.0  # seconds that a rank waits before it says an error which rank 0 may be saying
@@ -112,7 +113,8 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
                     "resume=auto: {}",
                     f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh",
                 )
-            yield place
+            with _lost_workers():
+                yield place
         except UserError:
             # An error that all ranks meet is to be read once: rank 0 says it, and the launcher then ends the others.
             # One that rank 0 does not meet is said by its own rank after a while.
@@ -121,6 +123,17 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
             raise
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def _lost_workers() -> Iterator[None]:
+    """A loader worker that dies is a line to read, wherever in the loop PyTorch raises it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (lost := lost_worker(error)) is None:
+            raise
+        raise lost from error
 
 
 @contextmanager

@@ -26,6 +26,9 @@ class Log:
     def hand_over(self, tensors: Any, copied: float) -> None:
         self.lines.append(f"hand over {tensors[0]} after {copied}")
 
+    def wait(self, copied: float) -> None:
+        self.lines.append(f"wait {copied}")
+
 
 def batch(number: int) -> Batch:
     return Batch((number,), [number], 0, number, 9, 0, 0.0, None)
@@ -40,11 +43,14 @@ def test_the_next_copy_starts_before_a_batch_is_used() -> None:
         "copy 1",
         "hand over 100 after 0.5",
         "use 100 copied (0.0, 0.5)",
+        "wait 0.5",  # before 2 is asked for, which may take the slot of 0
         "copy 2",
         "hand over 101 after 1.5",
         "use 101 copied (1.0, 1.5)",
+        "wait 1.5",
         "hand over 102 after 2.5",
         "use 102 copied (2.0, 2.5)",
+        "wait 2.5",
     ]
 
 
