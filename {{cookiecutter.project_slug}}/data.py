@@ -46,9 +46,7 @@ IN_MEMORY = ("fashion_mnist", "cifar10")  # the data sets that torchvision fetch
 # ---- a sample --------------------------------------------------------------------------------------------------------
 
 
-def transform(
-    image: images.Picture, cfg: Data, train: bool, out: NDArray[np.uint8] | None = None
-) -> NDArray[np.uint8]:
+def transform(image: images.Picture, cfg: Data, train: bool, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
     """One image to uint8 RGB [image_size, image_size, 3]: the place for your own augmentation.
 
     `image` is a file not yet decoded: the crops below decode it only as finely as they need, which for large photos

@@ -187,16 +187,16 @@ def crop(image: Picture, box: Box, size: int, out: Pixels | None = None) -> Pixe
     # photos), but costs a third more of the whole sample.
     shrink = max(height, width) >= 2 * size
     how = cv2.INTER_AREA if shrink else cv2.INTER_LINEAR
-    pixels: Pixels = np.empty((size, size, 3), np.uint8) if out is None else out
-    cv2.resize(part, (size, size), dst=pixels, interpolation=how)
-    return pixels
+    result: Pixels = np.empty((size, size, 3), np.uint8) if out is None else out
+    cv2.resize(part, (size, size), dst=result, interpolation=how)
+    return result
 
 
 def flip(image: Pixels, out: Pixels | None = None) -> Pixels:
     """The image mirrored, left for right; `out` may be the image itself."""
-    pixels: Pixels = np.empty_like(image) if out is None else out
-    cv2.flip(image, 1, dst=pixels)
-    return pixels
+    result: Pixels = np.empty(image.shape, np.uint8) if out is None else out
+    cv2.flip(image, 1, dst=result)
+    return result
 
 
 def _reduction(shrink: float) -> int:

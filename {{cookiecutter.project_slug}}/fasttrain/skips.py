@@ -40,15 +40,15 @@ class Skips:
         """
         if epoch != self.epoch:
             self.begin(epoch)
-        for sample in bad:
+        for number, text in bad:
             self.count += 1
-            if sample.index not in self._named:
-                self._named.add(sample.index)
-                logger.warning(f"left out of the {self.kind}: {sample.text}")
-            self.event("skipped", kind=self.kind, file=sample.text, index=sample.index, epoch=epoch, count=self.count)
+            if number not in self._named:
+                self._named.add(number)
+                logger.warning(f"left out of the {self.kind}: {text}")
+            self.event("skipped", kind=self.kind, file=text, index=number, epoch=epoch, count=self.count)
             if self.count >= FEW and self.count > SHARE * self.samples:
                 raise UserError(
-                    f"{self.count} of {self.samples} {self.kind} samples can't be read, the last one: {sample.text}; "
+                    f"{self.count} of {self.samples} {self.kind} samples can't be read, the last one: {text}; "
                     f"more than {SHARE:.0%} is too much for data.on_error=skip: look at data.path"
                 )
         if last and self.count:

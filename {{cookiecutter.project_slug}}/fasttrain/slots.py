@@ -43,7 +43,7 @@ class Field(NamedTuple):
 
 
 def field_of(value: Any) -> Field | None:
-    """What a slot needs to know of an array, tensor or number, with the type that default_collate gives it; else None."""
+    """The field of an array, tensor or number, with the type that default_collate gives it; None of all else."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.device.type != "cpu" or value.requires_grad:
             return None
@@ -97,7 +97,7 @@ class CudaPinning:
 
 
 class Shared:
-    """Memory that this process and those it starts see, by fork, spawn or forkserver. It has no name that could be left.
+    """Memory that this process and those it starts see, however they are started. It has no name that could be left.
 
     On Linux an anonymous file, which isn't bound by the size of /dev/shm; elsewhere torch's own shared memory.
 
@@ -242,10 +242,10 @@ class Slot:
         for place, (value, out, array, field) in enumerate(zip(sample, row, self.arrays, self.fields, strict=True)):
             if out is not None and value is out:
                 continue
-            found = Field(value.shape, value.dtype) if type(value) is np.ndarray else field_of(value)
-            if found != field and not _fits(found, field):
+            own = Field(value.shape, value.dtype) if type(value) is np.ndarray else field_of(value)
+            if own != field and not _fits(own, field):
                 raise UserError(
-                    f"sample {index}: item {place} is {found or type(value).__name__}, but the first sample's is "
+                    f"sample {index}: item {place} is {own or type(value).__name__}, but the first sample's is "
                     f"{field}: in data.py crop or pad all samples to one shape, and give them one type"
                 )
             array[self.count] = value

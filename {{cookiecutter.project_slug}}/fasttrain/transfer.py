@@ -20,7 +20,7 @@ from fasttrain.clock import Clock, Stamp
 class Bad(NamedTuple):
     """A sample that could not be read: its place in the data set, and why (with the file's name)."""
 
-    index: int
+    number: int
     text: str
 
 
@@ -41,10 +41,10 @@ class Batch:
     end: int  # position in the epoch's global order once this batch is done on all ranks
     made: float  # seconds that the worker took for it
     worker: int | None  # None: made in the training process
-    slot: int | None = None  # of this worker's slots (slots.py); None: the tensors came with the batch
-    bad: list[Bad] = field(default_factory=list)  # samples that were replaced, or in validation left out
     ready: int | None = None  # batches that were ready in the loader when this one was asked for
     copied: tuple[Stamp, Stamp] | None = None  # when its copy to the device began and ended
+    slot: int | None = None  # of this worker's slots (slots.py); None: the tensors came with the batch
+    bad: list[Bad] = field(default_factory=list)  # samples that were replaced, or in validation left out
 
     @property
     def size(self) -> int:
@@ -126,7 +126,7 @@ def ahead(batches: Iterable[Batch], streams: Streams) -> Iterator[Batch]:
 
 
 def plain(batches: Iterable[Batch], device: torch.device, clock: Clock) -> Iterator[Batch]:
-    """Copy in the host's time, for devices without streams of their own here (MPS, XPU): it is done when this yields."""
+    """Copy in the host's time, for devices without streams of their own here (MPS, XPU). Waits for the copy."""
     for batch in batches:
         began = clock.stamp()
         batch.tensors = move(batch.tensors, device, non_blocking=False)

@@ -112,7 +112,7 @@ class Samples(Dataset[Any]):
         if worker is not None:
             self.made[worker] += 1
         seconds = time.perf_counter() - began
-        return Batch(tensors, used, key.epoch, key.number, key.last, key.end, seconds, worker, slot, bad)
+        return Batch(tensors, used, key.epoch, key.number, key.last, key.end, seconds, worker, slot=slot, bad=bad)
 
     def _another(self, into: Slot | Stack, epoch: int, index: int) -> tuple[int, Any]:
         """A sample in the place of a bad one: the same whichever process meets it."""
@@ -169,7 +169,9 @@ def lost_worker(error: BaseException) -> UserError | None:
         return None
     killed = re.search(r"killed by signal: ([\w ]+)", text)
     code = re.search(r"with exit code (-?\d+)", text)
-    how = f"was killed by signal {killed[1].strip()}" if killed else f"ended with exit code {code[1]}" if code else "died"
+    how = f"was killed by signal {killed[1].strip()}" if killed else "died"
+    if code is not None:
+        how = f"ended with exit code {code[1]}"
     if killed and killed[1].startswith("Bus error"):
         advice = f"/dev/shm is probably full: {_SHM}"
     elif killed and killed[1].startswith("Killed"):
