@@ -19,7 +19,7 @@ from conftest import FOLDER, ROOT
 OWNERS = {"train", "data", "model", "config"}  # the modules that the project's owner edits
 
 
-def run_tool(folder: Path, *command: str) -> None:
+def check_with(folder: Path, *command: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
@@ -34,18 +34,18 @@ def sources(request: pytest.FixtureRequest) -> Path:
 
 
 def test_style_of_the_project(sources: Path) -> None:
-    run_tool(sources, "ruff", "check", "--no-cache", ".")
-    run_tool(sources, "ruff", "format", "--no-cache", "--check", ".")
+    check_with(sources, "ruff", "check", "--no-cache", ".")
+    check_with(sources, "ruff", "format", "--no-cache", "--check", ".")
 
 
 def test_types_of_the_project(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    run_tool(sources, "mypy", "--strict", f"--cache-dir={tmp_path_factory.getbasetemp() / 'mypy'}", ".")
+    check_with(sources, "mypy", "--strict", f"--cache-dir={tmp_path_factory.getbasetemp() / 'mypy'}", ".")
 
 
 def test_style_and_types_of_the_template(tmp_path: Path) -> None:
-    run_tool(ROOT, "ruff", "check", "--no-cache", "hooks", "tests")
-    run_tool(ROOT, "ruff", "format", "--no-cache", "--check", "hooks", "tests")
-    run_tool(ROOT, "mypy", f"--cache-dir={tmp_path}")
+    check_with(ROOT, "ruff", "check", "--no-cache", "hooks", "tests")
+    check_with(ROOT, "ruff", "format", "--no-cache", "--check", "hooks", "tests")
+    check_with(ROOT, "mypy", f"--cache-dir={tmp_path}")
 
 
 def modules(folder: Path) -> dict[str, ast.Module]:

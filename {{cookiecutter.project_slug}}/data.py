@@ -255,7 +255,9 @@ class Prepare:
             makers = [(v2.MixUp, mixup), (v2.CutMix, cutmix)]  # they draw on the CPU: no sync
             self.mix = v2.RandomChoice([make(alpha=alpha, num_classes=classes) for make, alpha in makers if alpha])
 
-    def __call__(self, images: torch.Tensor, labels: torch.Tensor, training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, images: torch.Tensor, labels: torch.Tensor, *, training: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalise, and in training mix.
 
         Args:

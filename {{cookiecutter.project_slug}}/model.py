@@ -49,13 +49,13 @@ def with_small_stem(model: nn.Module) -> nn.Module:
 class SmallResNet(nn.Module):
     """Five convolutions, two of them in a residual block, for images of about 20 to 64 pixels; pleasant on a CPU.
 
-    Pooling stands early, so that most of the work is done at a sixteenth of the pixels.
+    Pooling stands early, so that most of the work is done at a quarter of the pixels.
     """
 
     def __init__(self, classes: int, width: int = 64) -> None:
         super().__init__()
         self.stem = nn.Sequential(conv(3, width // 2), nn.MaxPool2d(2))
-        self.body = nn.Sequential(conv(width // 2, width), nn.MaxPool2d(2), Residual(width), conv(width, 2 * width))
+        self.body = nn.Sequential(conv(width // 2, width), Residual(width), nn.MaxPool2d(2), conv(width, 2 * width))
         self.head = nn.Linear(2 * width, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

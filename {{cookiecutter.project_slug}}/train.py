@@ -120,8 +120,8 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
         with watch.pause("validation"):  # stop the clock
             metrics = validate(net, feed, prepare, precision.autocast(run.device, update.dtype))
         complete = feed.batches(state.position) == 0  # False if max_steps ended the epoch in the middle
-        metric = metrics[cfg.checkpoint.metric]
-        improved = state.finish_epoch(metric, cfg.checkpoint.mode, complete, cfg.train.early_stop)
+        keep = cfg.checkpoint
+        improved = state.finish_epoch(metrics, keep.metric, keep.mode, complete, cfg.train.early_stop)
         report.epoch(epoch, state, metrics, improved)
         keeper.save_epoch(watch, metrics, improved)  # best.pt if better, last.pt to go on from
 

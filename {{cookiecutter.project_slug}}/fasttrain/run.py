@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from fasttrain.settings import to_yaml
 from fasttrain.worker import lost_worker
 
 T = TypeVar("T")
+PACKAGES = ("torch", "torchvision", "numpy", "omegaconf", "opencv-python-headless", "simplejpeg", "pillow")
 OTHERS_WAIT = 10.0  # seconds that a rank waits before it says an error which rank 0 may be saying
 
 
@@ -231,8 +233,7 @@ def _write_facts(place: Run, settings: Mapping[str, Any], home: Path) -> None:
         "started": place.started,
         "command": sys.argv,
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fasttrain": __version__,
+        "versions": {"fasttrain": __version__, **{name: version(name) for name in PACKAGES}},
         "git": _revision(home),
         "device": torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else place.device.type,
         "world_size": place.world,

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class StandIn(nn.Module):
-    """Predicts from the mean colour, after ``milliseconds``.
+    """Predicts from the mean colour of some of the pixels, after ``milliseconds``.
 
     Args:
         classes: number of outputs.
@@ -26,7 +26,7 @@ class StandIn(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         end = time.perf_counter() + self.seconds
-        logits: torch.Tensor = self.head(images.mean(dim=(2, 3)))
+        logits: torch.Tensor = self.head(images[:, :, ::8, ::8].mean(dim=(2, 3)))
         while self.holds_interpreter and time.perf_counter() < end:
             pass
         time.sleep(max(0.0, end - time.perf_counter()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -31,15 +31,20 @@ class State:
         """This batch is done."""
         self.position = batch.end
 
-    def finish_epoch(self, metric: float, mode: str, complete: bool, early_stop: int | None) -> bool:
-        """Take in the validation metric; True if it is the best so far. NaN never is.
+    def finish_epoch(
+        self, metrics: Mapping[str, float], name: str, mode: str, complete: bool, early_stop: int | None
+    ) -> bool:
+        """Take in the validation metrics, the same on all ranks; True if the deciding one is the best so far.
+
+        If any of them is NaN or infinite, the network is broken and none is a best.
 
         Args:
-            metric: the one that decides, the same on all ranks.
+            name: of the metric that decides.
             mode: "max" or "min", the better direction.
             complete: False if max_steps ended the epoch in the middle; it can then be gone on with.
             early_stop: stop after so many complete epochs without a better metric.
         """
+        metric = metrics[name] if all(map(math.isfinite, metrics.values())) else math.nan
         improved = is_better(metric, self.best, mode)
         if improved:
             self.best, self.best_epoch = metric, self.epoch

@@ -87,7 +87,7 @@ class Setting:
 
     @property
     def _off_is_0(self) -> bool:
-        """``data.workers=off`` and ``train.mixup=off`` mean 0; ``train.clip_norm=off``, where 0 makes no sense, null."""
+        """``data.workers=off`` means 0; ``train.clip_norm=off``, where 0 is not allowed, means null."""
         return self.kind in (int, float) and self.limits.get("low") == 0
 
     def read(self, given: Given, written: Given | None = None) -> Any:
@@ -124,7 +124,8 @@ class Setting:
             return not word
         if self.kind is str and not self.choices:
             return not given.quoted and word in (("null", "~", "none", "off") if self.optional else ("null", "~"))
-        return word in ("null", "~", "none", "auto") or (word == "off" and self.kind is not bool and not self._off_is_0)
+        off_is_null = self.kind is not bool and not self._off_is_0
+        return word in ("null", "~", "none", "auto") or (word == "off" and off_is_null)
 
     def _read_list(self, raw: Any) -> list[Any]:
         if isinstance(raw, str):

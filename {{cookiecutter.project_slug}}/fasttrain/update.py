@@ -29,7 +29,13 @@ def build_optimizer(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
     if optimizer.name == "adamw":
         return torch.optim.AdamW(groups, lr=optimizer.lr, betas=tuple(optimizer.betas), fused=True)
     nesterov = optimizer.momentum > 0
-    return torch.optim.SGD(groups, lr=optimizer.lr, momentum=optimizer.momentum, nesterov=nesterov, fused=True)
+    sgd = torch.optim.SGD(groups, lr=optimizer.lr, momentum=optimizer.momentum, nesterov=nesterov, fused=True)
+    if optimizer.momentum > 0:
+        # Fused SGD leaves its momentum unset when the scaler skips the very first step, and computes with what happened
+        # to lie in that memory in the next. Zeros give the same first step and bear a skipped one.
+        for p in params:
+            sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    return sgd
 
 
 class Schedule:

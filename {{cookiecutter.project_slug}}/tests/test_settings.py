@@ -114,6 +114,8 @@ def test_numbers_are_numbers_in_every_spelling(tmp_path: Path, text: str) -> Non
         ("data.workers=~", None),
         ("data.workers=0", 0),
         ("train.clip_norm=off", None),
+        ("train.mixup=off", 0.0),
+        ("data.workers=off", 0),
         ("data.pin_memory=auto", None),
         ("data.pin_memory=off", False),
         ("data.start_method=off", None),
@@ -449,7 +451,7 @@ def test_references_are_filled_in_but_saved_as_written(tmp_path: Path, monkeypat
 def test_a_reference_takes_the_type_of_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FT_ODD", "off")
     monkeypatch.setenv("FT_MEAN", "[1, 2, 3]")
-    assert typed("data.workers=${oc.env:FT_ODD}") is None
+    assert typed("data.workers=${oc.env:FT_ODD}") == 0
     assert typed("amp=${oc.env:FT_ODD}") == "off"
     assert typed("model.name=${oc.env:FT_ODD}") == "off"
     assert typed("data.mean=${oc.env:FT_MEAN}") == [1.0, 2.0, 3.0]

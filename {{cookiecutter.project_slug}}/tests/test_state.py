@@ -35,15 +35,23 @@ def test_stops_early_after_epochs_without_gain() -> None:
     ran = []
     for epoch in state.remaining_epochs(20, None):
         ran.append(epoch)
-        state.finish_epoch([0.1, 0.5, 0.4, 0.5, math.nan, 0.9][epoch], "max", True, early_stop=3)
+        metrics = {"accuracy": [0.1, 0.5, 0.4, 0.5, math.nan, 0.9][epoch]}
+        state.finish_epoch(metrics, "accuracy", "max", True, early_stop=3)
     assert ran == [0, 1, 2, 3, 4]
     assert (state.best, state.best_epoch) == (0.5, 1)
+
+
+def test_a_network_with_any_metric_that_is_not_finite_is_no_best() -> None:
+    state = State()
+    assert not state.finish_epoch({"accuracy": 0.9, "loss": math.nan}, "accuracy", "max", True, None)
+    assert state.best is None
+    assert state.finish_epoch({"accuracy": 0.1, "loss": 1.0}, "accuracy", "max", True, None)
 
 
 def test_an_epoch_that_max_steps_cut_short_is_gone_on_with() -> None:
     state = State(epoch=2, position=48, step=10)
     assert list(state.remaining_epochs(5, 10)) == []
-    state.finish_epoch(0.5, "max", complete=False, early_stop=1)
+    state.finish_epoch({"accuracy": 0.5}, "accuracy", "max", complete=False, early_stop=1)
     assert (state.epoch, state.position, state.stopped) == (2, 48, False)
     assert next(state.remaining_epochs(5, None)) == 2
 

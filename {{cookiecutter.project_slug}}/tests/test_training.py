@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,30 @@ def test_metric_and_samples_do_not_depend_on_the_number_of_processes(train: Trai
             torch.testing.assert_close(value, weights(run.checkpoint())[name])
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_trains_however_the_workers_are_started(train: Train, method: str) -> None:
-    plain, other = train("plain"), train(method, f"data.start_method={method}", "data.workers=2")
+SAYS_IN_WORKERS = """
+import warnings
+
+original = transform
+
+def transform(image, cfg, train):
+    logger.info("said by a worker")
+    warnings.warn("warned by a worker")
+    return original(image, cfg, train)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_trains_however_the_workers_are_started_and_their_words_reach_the_file(
+    train: Train, changed_project: Callable[[str, str], Path], method: str
+) -> None:
+    home = changed_project("data.py", SAYS_IN_WORKERS)
+    plain = train("plain", "train.max_steps=3")
+    other = train(method, "train.max_steps=3", f"data.start_method={method}", "data.workers=2", home=home)
     assert other.code == 0, other.output
     assert_equal(weights(plain.checkpoint()), weights(other.checkpoint()))
+    log = (other.dir / "rank0.log").read_text()
+    for words in ("said by a worker", "warned by a worker"):
+        assert any(words in line and "worker 1" in line for line in log.splitlines()), log[-2000:]
 
 
 def test_the_records_tell_waiting_from_computing(train: Train) -> None:
@@ -83,7 +103,7 @@ def test_the_run_directory_tells_what_was_run(train: Train) -> None:
     assert 'lr: "${oc.env:RATE}"' in (run.dir / "config.yaml").read_text()
     assert run.checkpoint()["facts"]["settings"]["optimizer"]["lr"] == "${oc.env:RATE}"
     facts = json.loads((run.dir / "run.json").read_text())
-    assert facts["torch"] == torch.__version__
+    assert facts["versions"]["torch"] == version("torch")
     assert "optimizer.lr=${oc.env:RATE}" in facts["command"]
     assert "0.0123" not in (run.dir / "run.json").read_text()
 

@@ -121,6 +121,8 @@ def test_fp16_scales_and_a_step_with_infinite_gradients_is_skipped() -> None:
     update.step_if_due(State())
     assert torch.equal(model.weight, before)
     assert update.scaler.get_scale() == scale / 2
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    assert not momentum.any(), "the skipped step left its mark on the next one"
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
