@@ -168,10 +168,15 @@ def test_the_signal_is_found_behind_the_loaders_own_error() -> None:
 
 
 DIES = """
-import os
+import os, time
+
+made = 0
 
 def dying(self, index, out, whole=Images.get_into):
-    if index >= 32 and torch.utils.data.get_worker_info() and os.environ.get("RANK", "1") == "1":
+    global made
+    made += 1
+    if made > 8 and torch.utils.data.get_worker_info() and os.environ.get("RANK", "1") == "1":
+        time.sleep(0.2)  # the training process is in the forward pass of its first batch
         os.kill(os.getpid(), {number})
     return whole(self, index, out)
 
@@ -184,7 +189,8 @@ def test_a_training_whose_worker_dies_ends_in_one_line(
     train: Train, changed_project: Callable[[str, str], Path], number: int, processes: int
 ) -> None:
     home = changed_project("data.py", DIES.format(number=int(number)))
-    run = train("dies", "data.workers=1", home=home, processes=processes)
+    slow = ("model.name=stand_in", "model.stand_in_ms=400")
+    run = train("dies", "data.workers=1", *slow, home=home, processes=processes)
     assert run.code != 0
     assert "loader worker (process" in run.output, run.output
     assert "killed by signal" in run.output

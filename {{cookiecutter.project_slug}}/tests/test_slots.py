@@ -23,6 +23,7 @@ from fasttrain import feed as feeding
 from fasttrain import host, slots
 from fasttrain.errors import UserError
 from fasttrain.feed import Feed
+from fasttrain.sampler import ValidationBatches
 from fasttrain.slots import Field, Slots, field_of, fields_of
 from fasttrain.transfer import Batch, ahead
 
@@ -283,8 +284,8 @@ def test_on_cuda_the_slots_are_pinned_once_and_no_thread_pins(monkeypatch: pytes
     monkeypatch.setattr(feeding, "CudaPinning", Pins)
     monkeypatch.setattr(Pins, "pinned", collections.Counter())
     feed = make(Stamped(), workers=2, device="cuda")
-    for epoch in range(2):
-        assert feed._open(epoch, 0)._pin_memory is False  # type: ignore[attr-defined]
+    for _ in range(2):
+        assert feed._loader(feed.train_samples, ValidationBatches(60, 4), persistent=False).pin_memory is False
     assert feed.train_samples.slots is not None
     assert Pins.pinned == {feed.train_samples.slots.memory.bytes.data_ptr(): 1}
     feed.close()
