@@ -25,13 +25,13 @@ TOP = ".gitignore LICENSE Makefile README.md config.py config.yaml data.py model
 FASTTRAIN = """
     __init__ __main__ checkpoint clock dashboard dashboard_panel errors feed folder gauges host images logs
     machine metrics observe overrides parallel precision records run sampler seeding settings settings_file
-    shapes sinks stand_in state tensorboard transfer typed update watch window
+    shapes sinks skips slots stand_in state tensorboard transfer typed update watch window worker
 """
 TOOLS = "__init__ evaluate project"
 LAUNCH = "kubernetes.yaml one_machine.sh several_machines.sh slurm.sbatch"
 TESTS = """
     checkpoint dashboard data device feed folder gauges images logs records sampler seeding settings shapes
-    state training transfer update watch
+    skips slots state training transfer update watch
 """
 FILES = {
     *TOP.split(),

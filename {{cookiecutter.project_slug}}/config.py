@@ -32,6 +32,7 @@ class Data:
     std: list[float] = value(above=0, length=3)
     batch_size: int = value(low=1)  # samples per process
     shuffle: bool = value()
+    on_error: Literal["fail", "skip"] = value()
     drop_last: bool = value()
     workers: int | None = value(low=0)  # loader processes per training process
     prefetch_factor: int = value(low=1)  # batches per worker

@@ -9,6 +9,10 @@ Two rules make it fast. Images stay uint8 until they are on the device: a quarte
 normalises for nothing (`Prepare`). And a data set holds few Python objects: a list of a million names is copied, page
 by page, into each worker that reads it; arrays are not (`fasttrain/folder.py`).
 
+A data set may also have `get_into(index, out)`, as the two below: `out` is a tuple like the sample, of the places in
+the batch where its items belong, numbers as arrays without dimensions. What is written there is returned as that
+array; all else is copied, as from `[index]`. It saves 5 to 10 us for an image of 224 x 224.
+
 One rule keeps a run repeatable: draw only from Python's, NumPy's or torch's global generators. They are seeded for each
 sample from (seed, epoch, index), so its augmentation depends neither on the workers nor on the number of processes.
 """
@@ -35,13 +39,14 @@ if TYPE_CHECKING:
     from config import Data
 
 Sample = tuple[NDArray[np.uint8], int]
+Places = Sequence[Any]  # where the items of a sample belong
 IN_MEMORY = ("fashion_mnist", "cifar10")  # the data sets that torchvision fetches
 
 
 # ---- a sample --------------------------------------------------------------------------------------------------------
 
 
-def transform(image: images.Picture, cfg: Data, train: bool) -> NDArray[np.uint8]:
+def transform(image: images.Picture, cfg: Data, train: bool, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
     """One image to uint8 RGB [image_size, image_size, 3]: the place for your own augmentation.
 
     `image` is a file not yet decoded: the crops below decode it only as finely as they need, which for large photos
@@ -53,12 +58,14 @@ def transform(image: images.Picture, cfg: Data, train: bool) -> NDArray[np.uint8
 
     and with albumentations `return augment(image=image.pixels())["image"]`. What can be done for a whole batch at once,
     as mixup in `Prepare`, is better done on the device: here it costs a core.
+
+    `out` is the image's place in the batch. Those who can write there do, and return it; a new array is right, too.
     """
     if not train:
-        return images.center(image, cfg.image_size)
+        return images.center(image, cfg.image_size, out)
     least, most = cfg.crop_scale
-    pixels = images.random_resized_crop(image, cfg.image_size, (least, most))
-    return images.flip(pixels) if random.random() < cfg.flip else pixels
+    pixels = images.random_resized_crop(image, cfg.image_size, (least, most), out=out)
+    return images.flip(pixels, out) if random.random() < cfg.flip else pixels
 
 
 class Images(Dataset[Sample]):
@@ -75,13 +82,16 @@ class Images(Dataset[Sample]):
         return len(self.listing)
 
     def __getitem__(self, index: int) -> Sample:
+        return self.get_into(index, (None,))
+
+    def get_into(self, index: int, out: Places) -> Sample:
         path = self.listing.path(index)
         try:
             with open(path, "rb") as file:
                 data = file.read()
         except OSError as error:
             raise images.ImageError(path, f"can't be read ({error.strerror})") from error
-        return transform(images.Picture(data, path), self.cfg, self.train), self.listing.label(index)
+        return transform(images.Picture(data, path), self.cfg, self.train, out[0]), self.listing.label(index)
 
 
 class Arrays(Dataset[Sample]):
@@ -104,7 +114,11 @@ class Arrays(Dataset[Sample]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Sample:
-        return transform(images.Picture.of(self.pixels[index]), self.cfg, self.train), int(self.labels[index])
+        return self.get_into(index, (None,))
+
+    def get_into(self, index: int, out: Places) -> Sample:
+        picture = images.Picture.of(self.pixels[index])
+        return transform(picture, self.cfg, self.train, out[0]), int(self.labels[index])
 
 
 # ---- the data sets of a run ------------------------------------------------------------------------------------------

@@ -2,93 +2,31 @@
 
 The data set is the user's: ``__getitem__(index)`` gives a tuple of arrays and numbers of fixed shape. Workers run it
 with every draw seeded by (seed, epoch, index), so that neither their number nor that of the processes changes what is
-learnt.
+learnt (worker.py). The DataLoader carries small messages; the batches lie in shared slots (slots.py).
 """
 
 from __future__ import annotations
 
-import signal
-import sys
-import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+import copy
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from loguru import logger
+from torch.utils.data import DataLoader, Sampler
 
 from fasttrain import seeding
 from fasttrain.clock import Clock, clock_of
 from fasttrain.errors import SettingsError, UserError
 from fasttrain.logs import WorkerLog
-from fasttrain.sampler import BatchKey, GlobalOrderSampler, TrainingBatches, ValidationBatches
-from fasttrain.transfer import Batch, to_device
+from fasttrain.sampler import BatchKey, GlobalOrderSampler, TrainingBatches, ValidationBatches, batch_count
+from fasttrain.skips import Skips
+from fasttrain.slots import CudaPinning, Field, Slots, fields_of
+from fasttrain.transfer import Batch, CudaStreams, to_device
+from fasttrain.worker import Failed, MapDataset, Samples, WorkerInit, as_it_is, lost_worker
 
-
-class MapDataset(Protocol):
-    """A data set with a length and an index: what `Feed` takes."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-VALIDATION_EPOCH = (1 << 40) - 1  # validation draws, should there be any, are the same each time
-
-
-class SeededSamples(Dataset[Any]):
-    """The user's data set as the workers see it: a whole batch a call, every draw seeded, the time taken."""
-
-    def __init__(self, dataset: MapDataset, seed: int, rank: int, training: bool, made: torch.Tensor) -> None:
-        self.dataset, self.seed, self.rank, self.training = dataset, seed, rank, training
-        self.made = made  # int64 in shared memory: batches made so far, one place a worker
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, key: BatchKey) -> tuple[BatchKey, float, list[Any] | UserError]:
-        began = time.perf_counter()
-        epoch = key.epoch if self.training else VALIDATION_EPOCH
-        samples: list[Any] = []
-        try:
-            for index in key.indices:
-                seeding.seed_all(self.seed, seeding.SAMPLE, epoch, index)
-                samples.append(self.dataset[index])
-        except UserError as error:  # as a value: the DataLoader would wrap it in a traceback
-            return key, began, error
-        seeding.seed_all(self.seed, seeding.BATCH, epoch, self.rank, key.number)  # for draws in collate
-        return key, began, samples
-
-    def collate(self, made: tuple[BatchKey, float, list[Any] | UserError]) -> Batch | UserError:
-        """Assemble the batch: the DataLoader's own stacking, into shared memory when in a worker."""
-        key, began, samples = made
-        if isinstance(samples, UserError):
-            return samples
-        tensors = default_collate(samples)
-        if isinstance(tensors, list):  # what the DataLoader makes of a tuple
-            tensors = tuple(tensors)
-        info = get_worker_info()
-        worker = None if info is None else info.id
-        if worker is not None:
-            self.made[worker] += 1
-        seconds = time.perf_counter() - began
-        return Batch(tensors, key.indices, key.epoch, key.number, key.last, key.end, seconds, worker)
-
-
-class WorkerInit:
-    """Runs first in each loader worker: seeds, logging, and no threads of its own."""
-
-    def __init__(self, seed: int, rank: int, worker_log: WorkerLog | None) -> None:
-        self.seed, self.rank, self.worker_log = seed, rank, worker_log
-
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the training process decides
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        seeding.seed_all(self.seed, seeding.WORKER, self.rank, worker)
-        torch.set_num_threads(1)
-        if "cv2" in sys.modules:  # OpenCV's own threads fight with the other workers for the cores
-            sys.modules["cv2"].setNumThreads(0)
-        if self.worker_log is not None:
-            self.worker_log.start(worker)
+PROBES = 64  # samples that are tried for one that can be read, which decides what a slot is
 
 
 class Feed:
@@ -122,13 +60,21 @@ class Feed:
         self.init = WorkerInit(seed, rank, worker_log)
         self.made = torch.zeros(max(workers, 1), dtype=torch.int64).share_memory_()
         self.taken = 0
-        self.train_samples = SeededSamples(train, seed, rank, True, self.made)
-        self.val_samples = SeededSamples(val, seed, rank, False, torch.zeros_like(self.made))
+        self.train_samples = Samples(train, seed, rank, True, data.on_error, self.made)
+        self.val_samples = Samples(val, seed, rank, False, data.on_error, torch.zeros_like(self.made))
         self.sampler = GlobalOrderSampler(len(train), world, rank, data.shuffle, seed, data.drop_last)
-        self._stream: Iterator[Batch | UserError] | None = None
+        self.train_skips = Skips("training", len(self.sampler))
+        self.val_skips = Skips("validation", len(range(rank, len(val), world)))
+        self._stream: Iterator[Any] | None = None
         self._next = (0, 0)  # epoch and position at which the stream stands
         self._val_loader: DataLoader[Any] | None = None
+        self._unfit: str | None = None  # why batches are handed over without slots
         self._check_sizes(len(train), len(val))
+
+    @cached_property
+    def streams(self) -> CudaStreams | None:
+        """Made once, since PyTorch keeps memory for each stream that was ever used."""
+        return CudaStreams(self.device) if self.device.type == "cuda" else None
 
     @property
     def global_batch(self) -> int:
@@ -137,8 +83,7 @@ class Feed:
 
     def batches(self, start: int = 0) -> int:
         """Batches left in an epoch from this position."""
-        self.sampler.set_epoch(self.sampler.epoch, start)
-        return TrainingBatches(self.sampler, self.data.batch_size, 0, 0, 1).batches(len(self.sampler))
+        return batch_count(self.sampler.left(start), self.data.batch_size, self.data.drop_last)
 
     def train(self, epoch: int, start: int = 0, limit: int | None = None) -> Iterator[Batch]:
         """The batches of an epoch from a position on, at most ``limit`` of them."""
@@ -147,8 +92,7 @@ class Feed:
             self._stream = self._open(epoch, start)
         count = self.batches(start)
         count = count if limit is None else min(count, limit)
-        for batch in to_device(self._host(count), self.device, self.clock):
-            self._next = (epoch, batch.end) if batch.number < batch.last else (epoch + 1, 0)
+        for batch in to_device(self._host(count), self.device, self.clock, self.streams):
             # Draws in the training process (dropout, mixup) belong to this batch, whatever was drawn before.
             seeding.seed_all(self.seed, seeding.STEP, epoch, batch.number, self.rank)
             yield batch
@@ -156,11 +100,20 @@ class Feed:
             self.close_training()
 
     def validation(self) -> Iterator[Batch]:
-        """Each validation sample once over all ranks; the ranks' numbers of batches may differ by one."""
+        """Each validation sample once over all ranks; the ranks' numbers of batches may differ by one.
+
+        Samples that can't be read are missing (``data.on_error: skip``), and so is a batch of nothing else.
+        """
         if self._val_loader is None:
             keys = ValidationBatches(len(self.val_samples), self.data.batch_size, self.world, self.rank)
             self._val_loader = self._loader(self.val_samples, keys, persistent=self.data.persistent_workers)
-        return to_device(map(_checked, self._val_loader), self.device, self.clock)
+        self.val_skips.begin(0)
+        loaded = _batches(iter(self._val_loader), self.val_samples, self.val_skips, self._told)
+        return (batch for batch in to_device(loaded, self.device, self.clock, self.streams) if batch.size)
+
+    def tell(self, event: Callable[..., None]) -> None:
+        """Where events about skipped samples go: `records.Recorder.event`."""
+        self.train_skips.event = self.val_skips.event = event
 
     def ready(self) -> int | None:
         """Batches that lie ready; None without workers."""
@@ -173,27 +126,38 @@ class Feed:
         self.taken = 0
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers and give back the slots."""
         self.close_training()
         self._val_loader = None
+        self.train_samples.slots = self.val_samples.slots = None
 
     def _host(self, count: int) -> Iterator[Batch]:
         assert self._stream is not None
+        batches = _batches(self._stream, self.train_samples, self.train_skips, self._told)
         for _ in range(count):
             ready = self.ready()
-            batch = _checked(next(self._stream))
+            batch = next(batches)
             self.taken += 1
             batch.ready = ready
+            self._next = (batch.epoch, batch.end) if batch.number < batch.last else (batch.epoch + 1, 0)
             yield batch
 
-    def _open(self, epoch: int, start: int) -> Iterator[Batch | UserError]:
+    def _told(self, failed: Failed) -> UserError:
+        """The error that a worker met, with what to do."""
+        rank = f"rank {self.rank}: " if self.world > 1 else ""
+        error = UserError(f"{rank}{failed.text}")
+        error.exit_code = failed.exit_code
+        return error
+
+    def _open(self, epoch: int, start: int) -> Iterator[Any]:
         last = self.epochs if self.data.persistent_workers else epoch + 1
         keys = TrainingBatches(self.sampler, self.data.batch_size, epoch, start, last)
         return iter(self._loader(self.train_samples, keys, persistent=False))
 
-    def _loader(self, samples: SeededSamples, keys: Sampler[BatchKey], persistent: bool) -> DataLoader[Any]:
-        accelerated = self.device.type != "cpu"
-        wants_pinned = self.data.pin_memory
+    def _loader(self, samples: Samples, keys: Sampler[BatchKey], persistent: bool) -> DataLoader[Any]:
+        wants_pinned = self.data.pin_memory is not False and self.device.type == "cuda"
+        if samples.slots is None:
+            samples.slots = self._slots(samples, wants_pinned)
         more: dict[str, Any] = {}
         if self.workers:
             more = {
@@ -205,17 +169,31 @@ class Feed:
         return DataLoader(
             samples,
             batch_sampler=keys,  # type: ignore[arg-type]  # a key stands for a list of indices
-            collate_fn=samples.collate,  # type: ignore[arg-type]  # takes what __getitems__ gave
+            collate_fn=as_it_is,
             num_workers=self.workers,
-            pin_memory=accelerated if wants_pinned is None else wants_pinned and accelerated,
+            pin_memory=wants_pinned and samples.slots is None,
             generator=torch.Generator().manual_seed(self.seed),  # else it would draw from the training's own stream
             **more,
         )
 
+    def _slots(self, samples: Samples, pinned: bool) -> Slots | None:
+        """Slots for these samples, if a first one shows that they fit."""
+        if self._unfit is not None:
+            return None
+        fields = _probe(samples.dataset, self.seed)
+        if isinstance(fields, str):
+            self._unfit = fields
+            logger.info(f"batches are handed over through new shared memory each, which is slower: {fields}")
+            return None
+        pinning = CudaPinning() if pinned else None
+        return Slots(fields, self.data.batch_size, self.workers, self.data.prefetch_factor, pinning)
+
     def _check_sizes(self, train: int, val: int) -> None:
         if val == 0:
             raise UserError("the validation set is empty: give data.path a val/ folder or raise data.val_fraction")
-        if train == 0 or self.batches() == 0:
+        if train == 0:
+            raise UserError("the training set is empty: look at data.path")
+        if self.batches() == 0:
             raise SettingsError(
                 "data.batch_size",
                 self.data.batch_size,
@@ -224,7 +202,41 @@ class Feed:
             )
 
 
-def _checked(batch: Batch | UserError) -> Batch:
-    if isinstance(batch, UserError):
-        raise batch
-    return batch
+def _batches(
+    source: Iterator[Any], samples: Samples, skips: Skips, told: Callable[[Failed], UserError]
+) -> Iterator[Batch]:
+    """What the DataLoader gives, with the tensors looked up in their slots, and its failures as one line each."""
+    while True:
+        try:
+            got = next(source, None)
+        except (RuntimeError, OSError) as error:
+            if (lost := lost_worker(error)) is None:
+                raise
+            raise lost from error
+        if got is None:
+            return
+        if isinstance(got, Failed):
+            raise told(got)
+        skips.take(got.epoch, got.bad, got.number == got.last)
+        if got.slot is not None and samples.slots is not None:
+            got.tensors = samples.slots.tensors(got.worker or 0, got.slot, got.size)
+        yield got
+
+
+def _probe(dataset: MapDataset, seed: int) -> tuple[Field, ...] | str:
+    """The fields of a sample, or why slots can't hold it.
+
+    Made by a copy of the data set: a file or database that it opens on first use is then not open when workers fork.
+
+    Raises:
+        UserError: none of the first samples can be read.
+    """
+    probed = copy.copy(dataset)
+    count = min(PROBES, len(dataset))
+    for index in range(count):
+        seeding.seed_all(seed, seeding.SAMPLE, 0, index)
+        try:
+            return fields_of(probed[index])
+        except UserError as error:
+            last = error
+    raise UserError(f"none of the first {count} samples can be read: {last}")

@@ -128,6 +128,7 @@ def random_resized_crop(
     scale: tuple[float, float],
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
     rng: Any = random,
+    out: Pixels | None = None,
 ) -> Pixels:
     """A random part of the image at size x size: torchvision's RandomResizedCrop, uint8 [size, size, 3].
 
@@ -137,14 +138,15 @@ def random_resized_crop(
         scale: area of the part, least and most, as a part of the image.
         ratio: width / height of the part.
         rng: where the draws come from: Python's `random`, which is seeded for each sample, or a `random.Random`.
+        out: written to and returned, see `crop`.
     """
-    return crop(image, random_box(image.height, image.width, scale, ratio, rng), size)
+    return crop(image, random_box(image.height, image.width, scale, ratio, rng), size, out)
 
 
-def center(image: Picture, size: int) -> Pixels:
+def center(image: Picture, size: int, out: Pixels | None = None) -> Pixels:
     """The middle of the image with its short side at `size`, uint8 [size, size, 3]."""
     side = min(image.height, image.width)
-    return crop(image, ((image.height - side) // 2, (image.width - side) // 2, side, side), size)
+    return crop(image, ((image.height - side) // 2, (image.width - side) // 2, side, side), size, out)
 
 
 def random_box(
@@ -162,11 +164,14 @@ def random_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def crop(image: Picture, box: Box, size: int) -> Pixels:
+def crop(image: Picture, box: Box, size: int, out: Pixels | None = None) -> Pixels:
     """The part `box` of the image at size x size.
 
     Where a JPEG is decoded at a reduced scale, the box moves to whole pixels of that scale: by less than a pixel of
     the result.
+
+    Args:
+        out: a uint8 array [size, size, 3] in one piece, to be written to and returned. None makes a new one.
     """
     top, left, height, width = box
     pixels = image.pixels(_reduction(min(height, width) / size))
@@ -182,12 +187,16 @@ def crop(image: Picture, box: Box, size: int) -> Pixels:
     # photos), but costs a third more of the whole sample.
     shrink = max(height, width) >= 2 * size
     how = cv2.INTER_AREA if shrink else cv2.INTER_LINEAR
-    return np.asarray(cv2.resize(part, (size, size), interpolation=how), dtype=np.uint8)
+    result: Pixels = np.empty((size, size, 3), np.uint8) if out is None else out
+    cv2.resize(part, (size, size), dst=result, interpolation=how)
+    return result
 
 
-def flip(image: Pixels) -> Pixels:
-    """The image mirrored, left for right."""
-    return np.asarray(cv2.flip(image, 1), dtype=np.uint8)
+def flip(image: Pixels, out: Pixels | None = None) -> Pixels:
+    """The image mirrored, left for right; `out` may be the image itself."""
+    result: Pixels = np.empty(image.shape, np.uint8) if out is None else out
+    cv2.flip(image, 1, dst=result)
+    return result
 
 
 def _reduction(shrink: float) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from fasttrain.errors import UserError
+
 
 class Means:
     """Sums per-sample values on the device and divides once, at the end, over all ranks.
@@ -27,7 +29,11 @@ class Means:
         self._count += len(next(iter(values.values())))
 
     def reduce(self) -> dict[str, float]:
-        """The means over all ranks; every rank must call it, also one that had no batch. Waits for the device."""
+        """The means over all ranks; every rank must call it, also one that had no batch. Waits for the device.
+
+        Raises:
+            UserError: no rank had a sample.
+        """
         names = sorted(self._sums)
         if dist.is_initialized():
             everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -37,4 +43,6 @@ class Means:
         sums = torch.stack([*(self._sums.get(n, zero).cpu().double() for n in names), zero + self._count])
         if dist.is_initialized():
             dist.all_reduce(sums)
+        if not sums[-1]:
+            raise UserError("no validation sample could be read: the warnings above name the files")
         return {name: float(total / sums[-1]) for name, total in zip(names, sums[:-1], strict=True)}

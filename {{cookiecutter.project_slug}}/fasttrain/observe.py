@@ -60,6 +60,7 @@ class Report:
         run.begin_training()
         self.recorder = Recorder(run.dir, run.rank, run.started)
         run.stack.callback(self.recorder.close)
+        feed.tell(self.recorder.event)
         index, uuid = _nvidia(run.device)
         gauges = run.stack.enter_context(Gauges(self.recorder.event, _disk(settings), index, uuid=uuid))
         self.totals = Totals(run.world)

@@ -22,6 +22,7 @@ from loguru import logger
 from fasttrain import facts, logs, machine
 from fasttrain.errors import SettingsError, UserError
 from fasttrain.settings import to_yaml
+from fasttrain.worker import lost_worker
 
 T = TypeVar("T")
 OTHERS_WAIT = 30.0  # seconds that a rank waits before it says an error which rank 0 may be saying
@@ -121,13 +122,25 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
             if resume == "auto":
                 told = f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh"
                 logger.info("resume=auto: {}", told + ("; only with run.dir set can a run be resumed" * (not run.dir)))
-            yield place
+            with _lost_workers():
+                yield place
         except UserError:
             if not place.training:
                 _let_rank0_speak(place.local_rank)
             raise
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def _lost_workers() -> Iterator[None]:
+    """A loader worker that dies is a line to read, wherever in the loop PyTorch raises it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (lost := lost_worker(error)) is None:
+            raise
+        raise lost from error
 
 
 @contextmanager

@@ -74,8 +74,11 @@ class GlobalOrderSampler(Sampler[int]):
         return iter(self.indices().tolist())
 
     def __len__(self) -> int:
-        left = self.size - self.start
-        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+        return self.left(self.start)
+
+    def left(self, start: int) -> int:
+        """How many samples this rank has left of an epoch from this position."""
+        return batch_count(self.size - start, self.num_replicas, self.drop_last)
 
 
 class TrainingBatches(Sampler[BatchKey]):
@@ -94,15 +97,16 @@ class TrainingBatches(Sampler[BatchKey]):
             start = self.start if epoch == self.first_epoch else 0
             self.sampler.set_epoch(epoch, start)
             indices = self.sampler.indices()
-            first, count = start // global_batch, self.batches(len(indices))
+            first, count = start // global_batch, batch_count(len(indices), self.batch_size, self.sampler.drop_last)
             for i in range(count):
                 end = min(start + (i + 1) * global_batch, self.sampler.size)
                 chunk = indices[i * self.batch_size : (i + 1) * self.batch_size].tolist()
                 yield BatchKey(epoch, first + i, first + count - 1, end, chunk)
 
-    def batches(self, samples: int) -> int:
-        """How many batches a rank makes of so many samples."""
-        return samples // self.batch_size if self.sampler.drop_last else -(-samples // self.batch_size)
+
+def batch_count(samples: int, size: int, drop_last: bool) -> int:
+    """How many batches of this size so many samples make."""
+    return samples // size if drop_last else -(-samples // size)
 
 
 class ValidationBatches(Sampler[BatchKey]):

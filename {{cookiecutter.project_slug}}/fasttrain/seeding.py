@@ -17,14 +17,17 @@ import numpy as np
 import torch
 
 # One number a kind of draw, so that no two kinds share a stream.
-ORDER, SAMPLE, BATCH, WORKER, STEP, WEIGHTS = range(1, 7)
+ORDER, SAMPLE, BATCH, WORKER, STEP, WEIGHTS, REPLACEMENT = range(1, 8)
 
 _MASK = (1 << 64) - 1
 
 
-def mix(*parts: int) -> int:
-    """One 64-bit number from several: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom generators)."""
-    z = 0
+def mix(*parts: int, start: int = 0) -> int:
+    """One 64-bit number from several: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom generators).
+
+    ``mix(a, b, c)`` is ``mix(c, start=mix(a, b))``: what many numbers begin with needs to be mixed only once.
+    """
+    z = start
     for part in parts:
         z = (z + part + 0x9E3779B97F4A7C15) & _MASK
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -33,9 +36,9 @@ def mix(*parts: int) -> int:
     return z
 
 
-def seed_all(*parts: int) -> None:
+def seed_all(*parts: int, start: int = 0) -> None:
     """Set Python's, NumPy's and torch's global generators (CUDA's too where CUDA is in use) from ``mix(*parts)``."""
-    value = mix(*parts)
+    value = mix(*parts, start=start)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)

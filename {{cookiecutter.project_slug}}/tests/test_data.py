@@ -137,6 +137,24 @@ def test_flip_is_the_chance_of_a_mirrored_image(tmp_path: Path) -> None:
     assert not (mirrored == plain).all()
 
 
+@pytest.mark.parametrize("flip", [0.0, 1.0])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_sample_is_the_same_in_a_place_of_its_own_and_in_the_batch(tmp_path: Path, flip: float, train: bool) -> None:
+    photos(tmp_path, "train/a/1.png", "val/a/1.png")
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 70, 3), dtype=np.uint8)
+    cv2.imwrite(str(tmp_path / "train/a/1.png"), pixels)
+    cfg = config(tmp_path, flip=flip)
+    files = data.Images(data.build(cfg, 0).train.listing, cfg, train)  # type: ignore[union-attr]
+    for dataset in (files, data.Arrays(pixels[None], [0], cfg, train)):
+        place = np.zeros((24, 24, 3), np.uint8)
+        random.seed(3)
+        written, label = dataset.get_into(0, (place, None))
+        random.seed(3)
+        assert written is place
+        assert (place == dataset[0][0]).all()
+        assert label == 0
+
+
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     photos(tmp_path, "train/a/1.png", "val/a/1.png")
     (tmp_path / "train/a/1.png").write_bytes(b"")

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+import fasttrain.feed as feeding
 from fasttrain.errors import SettingsError, UserError
 from fasttrain.feed import Feed
-from fasttrain.transfer import Batch
+from fasttrain.transfer import Batch, ahead
 
 
 class Draws(Dataset[Any]):
@@ -37,6 +38,7 @@ def data(**changes: Any) -> SimpleNamespace:
         "batch_size": 4,
         "shuffle": True,
         "drop_last": False,
+        "on_error": "fail",
         "prefetch_factor": 2,
         "persistent_workers": True,
         "pin_memory": None,
@@ -154,7 +156,7 @@ def test_draws_of_the_training_process_depend_on_the_place_only() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_fails_ends_in_one_line(workers: int) -> None:
     feed = make(workers=workers, broken=9)
-    with pytest.raises(UserError, match=r"^photo9.jpg: cut short$"):
+    with pytest.raises(UserError, match=r"^photo9.jpg: cut short; data.on_error=skip goes on without such samples$"):
         list(feed.train(0))
     feed.close()
 
@@ -170,7 +172,7 @@ def test_batches_tell_who_made_them_and_how_long_it_took() -> None:
 
 @pytest.mark.parametrize(
     ("size", "world", "changes"),
-    [(3, 1, {"batch_size": 8, "drop_last": True}), (5, 4, {"batch_size": 2, "drop_last": True}), (0, 1, {})],
+    [(3, 1, {"batch_size": 8, "drop_last": True}), (5, 4, {"batch_size": 2, "drop_last": True})],
 )
 def test_too_little_data_is_said_at_the_start_with_both_numbers(size: int, world: int, changes: dict[str, Any]) -> None:
     with pytest.raises(
@@ -192,3 +194,18 @@ def test_tensors_are_batched_as_uint8_arrays_and_numbers() -> None:
     assert image.dtype == torch.uint8
     assert index.dtype == torch.int64
     assert first.size == 4
+
+
+def test_breaking_out_of_the_loop_loses_no_batch_though_copies_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Streams:
+        def copy(self, tensors: Any) -> tuple[Any, float, float]:
+            return tensors, 0.0, 0.0
+
+        def hand_over(self, tensors: Any, copied: float) -> None: ...
+        def wait(self, copied: float) -> None: ...
+
+    monkeypatch.setattr(feeding, "to_device", lambda batches, *where: ahead(batches, Streams()))
+    feed = make()
+    first = next(feed.train(0))
+    rest = list(feed.train(0, first.end))
+    assert sorted(i for b in (first, *rest) for i in b.indices) == list(range(22))

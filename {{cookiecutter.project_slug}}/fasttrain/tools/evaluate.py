@@ -66,4 +66,4 @@ def evaluate(path: str, split: str, overrides: Sequence[str]) -> tuple[dict[str,
     dtype = precision.choose(cfg.amp, device)
     metrics: dict[str, float] = train.validate(net, feed, prepare, precision.autocast(device, dtype))
     feed.close()
-    return metrics, len(dataset)
+    return metrics, len(dataset) - feed.val_skips.count

@@ -1,0 +1,184 @@
+"""What runs in a loader worker: the samples of a batch, each with its draws seeded, written into a slot.
+
+A sample that can't be read raises a `UserError` (`images.ImageError` names the file). Then `data.on_error` decides:
+the training ends, or another sample, drawn from (seed, epoch, index), takes its place; in validation it is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+from fasttrain import seeding
+from fasttrain.errors import UserError
+from fasttrain.logs import WorkerLog
+from fasttrain.sampler import BatchKey
+from fasttrain.slots import Slot, Slots
+from fasttrain.transfer import Bad, Batch
+
+VALIDATION_EPOCH = (1 << 40) - 1  # validation draws, should there be any, are the same each time
+TRIES = 20  # samples drawn in the place of a bad one
+
+
+class MapDataset(Protocol):
+    """A data set with a length and an index: what `Feed` takes.
+
+    It may also have ``get_into(index, out)``. `out` is a tuple of arrays, the places in the batch of the items of this
+    sample. An item that it has written there it returns as that same array; the other items are copied.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Failed(NamedTuple):
+    """A UserError on its way to the training process: raised in a worker, the DataLoader would add a traceback."""
+
+    text: str
+    exit_code: int
+
+
+class Stack:
+    """A batch that is stacked by default_collate: for samples that slots can't hold."""
+
+    def __init__(self) -> None:
+        self.samples: list[Any] = []
+
+    def read(self, dataset: Any, index: int) -> Any:
+        return dataset[index]
+
+    def put(self, sample: Any, index: int) -> None:
+        self.samples.append(sample)
+
+    def tensors(self) -> Any:
+        """In a worker default_collate writes into new shared memory."""
+        tensors = default_collate(self.samples) if self.samples else ()
+        return tuple(tensors) if isinstance(tensors, list) else tensors  # what it makes of a tuple
+
+
+class Samples(Dataset[Any]):
+    """The user's data set as the DataLoader sees it: a whole batch a call.
+
+    Args:
+        on_error: ``data.on_error``: fail or skip.
+        made: int64 in shared memory, the batches made so far, one place a worker.
+    """
+
+    def __init__(
+        self, dataset: MapDataset, seed: int, rank: int, training: bool, on_error: str, made: torch.Tensor
+    ) -> None:
+        self.dataset, self.seed, self.rank, self.training = dataset, seed, rank, training
+        self.on_error, self.made = on_error, made
+        self.slots: Slots | None = None  # set before the workers start, if the samples fit
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, key: BatchKey) -> Batch | Failed:
+        began = time.perf_counter()
+        info = get_worker_info()
+        worker = None if info is None else info.id
+        into = Stack() if self.slots is None else self.slots.next(worker or 0)
+        epoch = key.epoch if self.training else VALIDATION_EPOCH
+        start = seeding.mix(self.seed, seeding.SAMPLE, epoch)
+        used: list[int] = []
+        bad: list[Bad] = []
+        try:
+            for index in key.indices:
+                seeding.seed_all(index, start=start)
+                try:
+                    sample = into.read(self.dataset, index)
+                except UserError as error:
+                    if self.on_error == "fail":
+                        error.args = (f"{error}; data.on_error=skip goes on without such samples",)
+                        raise
+                    bad.append(Bad(index, str(error)))
+                    if not self.training:
+                        continue
+                    index, sample = self._another(into, epoch, index)
+                into.put(sample, index)
+                used.append(index)
+        except UserError as error:
+            return Failed(str(error), error.exit_code)
+        seeding.seed_all(self.seed, seeding.BATCH, epoch, self.rank, key.number)  # for whatever else draws in here
+        tensors, slot = (into.tensors(), None) if isinstance(into, Stack) else (None, into.number)
+        if worker is not None:
+            self.made[worker] += 1
+        seconds = time.perf_counter() - began
+        return Batch(tensors, used, key.epoch, key.number, key.last, key.end, seconds, worker, slot=slot, bad=bad)
+
+    def _another(self, into: Slot | Stack, epoch: int, index: int) -> tuple[int, Any]:
+        """A sample in the place of a bad one: the same whichever process meets it."""
+        for attempt in range(TRIES):
+            value = seeding.mix(self.seed, seeding.REPLACEMENT, epoch, index, attempt)
+            other = value % len(self.dataset)
+            seeding.seed_all(value)
+            try:
+                return other, into.read(self.dataset, other)
+            except UserError as error:  # named when its own turn comes
+                last = error
+        raise UserError(f"{last}; {TRIES} samples drawn one after another can't be read either: check data.path")
+
+
+def as_it_is(batch: Any) -> Any:
+    """The DataLoader's collate_fn: the batch is assembled already."""
+    return batch
+
+
+class WorkerInit:
+    """Runs first in each loader worker: seeds, logging, and no threads of its own."""
+
+    def __init__(self, seed: int, rank: int, worker_log: WorkerLog | None) -> None:
+        self.seed, self.rank, self.worker_log = seed, rank, worker_log
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the training process decides
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        seeding.seed_all(self.seed, seeding.WORKER, self.rank, worker)
+        torch.set_num_threads(1)
+        if "cv2" in sys.modules:  # OpenCV's own threads fight with the other workers for the cores
+            sys.modules["cv2"].setNumThreads(0)
+        if self.worker_log is not None:
+            self.worker_log.start(worker)
+
+
+def lost_worker(error: BaseException) -> UserError | None:
+    """What PyTorch says of a dead loader worker, as one line with what to look at; None for any other error.
+
+    PyTorch raises it in the training process wherever that is at the moment, since it learns of it by a signal.
+    """
+    chain: list[str] = []
+    link: BaseException | None = error
+    while link is not None and len(chain) < 10:
+        chain.append(str(link))
+        link = link.__cause__ or link.__context__
+    text = " ".join(" ".join(chain).split())
+    if not isinstance(error, (RuntimeError, OSError)):
+        return None
+    if "unable to allocate shared memory" in text or "unable to write to file </torch_" in text:
+        return UserError(f"a loader worker found /dev/shm full: {_SHM}")
+    pid = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", text)
+    if pid is None:
+        return None
+    killed = re.search(r"killed by signal: ([\w ]+)", text)
+    code = re.search(r"with exit code (-?\d+)", text)
+    how = f"was killed by signal {killed[1].strip()}" if killed else "died"
+    if code is not None:
+        how = f"ended with exit code {code[1]}"
+    if killed and killed[1].startswith("Bus error"):
+        advice = f"/dev/shm is probably full: {_SHM}"
+    elif killed and killed[1].startswith("Killed"):
+        advice = "if nobody did that, memory ran out: lower data.workers, data.prefetch_factor or data.batch_size"
+    else:
+        advice = "data.workers=0 loads in the training process, where the cause can be seen"
+    return UserError(f"loader worker (process {pid[1]}) {how}; {advice}")
+
+
+_SHM = "enlarge it (docker run --shm-size=2g) or lower data.workers, data.prefetch_factor or data.batch_size"
