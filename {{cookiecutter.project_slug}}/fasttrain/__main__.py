@@ -6,6 +6,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "compare": "runs side by side: what was changed and what it brought",
     "evaluate": "the metrics of a checkpoint on a split of the data",
 }
 
