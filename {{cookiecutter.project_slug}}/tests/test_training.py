@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -129,6 +130,24 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(train: Train) -> None:
     assert (first.dir / "best.pt").read_bytes() == before
 
 
+def test_a_setting_refused_at_the_start_leaves_the_directory_free(train: Train) -> None:
+    assert train("one", "model.name=resnet81").code == 2
+    again = train("one", "train.max_steps=1")
+    assert again.code == 0, again.output
+
+
+def test_a_save_in_the_middle_of_an_accumulated_step_would_lose_gradients(train: Train) -> None:
+    """Saved after every step of two batches, killed in the second epoch, resumed: equal to one that ran through."""
+    settings = ("train.epochs=2", "train.accumulate=2", "checkpoint.every_minutes=1e-9", "amp=off")
+    whole = train("whole", *settings)
+    first = train("parts", *settings, "train.max_steps=8")
+    rest = train("parts", *settings, "resume=auto")
+    assert (whole.code, first.code, rest.code) == (0, 0, 0), rest.output
+    assert_equal(weights(whole.checkpoint()), weights(rest.checkpoint()))
+    saves = [e for e in first.events("checkpoint") if e["file"] == "last.pt"]
+    assert [e["step"] for e in saves[:3]] == [1, 2, 3]
+
+
 def test_best_is_kept_when_a_resumed_run_is_worse(train: Train) -> None:
     run = train("one", "train.max_steps=2")
     path = run.dir / "last.pt"
@@ -186,12 +205,24 @@ def test_a_failing_rank_ends_both_and_its_traceback_is_kept(
     assert f"planted in {place}" in (run.dir / "rank1.log").read_text()
 
 
-def test_what_every_rank_meets_is_said_once(train: Train) -> None:
-    run = train("wrong", "model.name=resnet81", processes=2)
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("model.name=resnet81", "nearest: resnet18"),
+        ("data.batch_size=0", "at least 1"),
+        ("data.path={empty}", "no images"),
+    ],
+)
+def test_what_every_rank_meets_is_said_once_and_last(train: Train, tmp_path: Path, setting: str, says: str) -> None:
+    (tmp_path / "empty" / "train" / "a").mkdir(parents=True)
+    run = train("wrong", setting.format(empty=tmp_path / "empty"), processes=2)
     assert run.code != 0
-    said = [line for line in run.output.splitlines() if "model.name=resnet81" in line]
-    assert len(said) == 1, run.output
-    assert "resnet18" in said[0]
+    launcher = re.search(r"^[EW]\d{4} .*torch/distributed/elastic", run.output, re.MULTILINE)
+    assert launcher is not None, run.output
+    ours = run.output[: launcher.start()]
+    assert ours.count(says) == 1, run.output
+    assert says in ours.rstrip().splitlines()[-1], run.output
+    assert "Traceback" not in ours, run.output
 
 
 def test_a_metric_that_the_model_does_not_give_is_refused_before_training(train: Train) -> None:
