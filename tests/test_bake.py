@@ -30,7 +30,7 @@ FASTTRAIN = """
 TOOLS = "__init__ compare evaluate project"
 LAUNCH = "kubernetes.yaml one_machine.sh several_machines.sh slurm.sbatch"
 TESTS = """
-    checkpoint compare dashboard data device feed folder gauges images logs records sampler seeding settings shapes
+    checkpoint compare dashboard data device feed folder gauges images logs model records sampler seeding settings shapes
     skips slots state training transfer update watch
 """
 FILES = {

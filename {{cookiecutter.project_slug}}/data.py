@@ -170,7 +170,7 @@ def build_split(cfg: Data, seed: int, split: str, classes: Sequence[str]) -> Ima
         return found.subset(parts[0 if split == "train" else 1], train=False)
     root = _image_folder(cfg)
     if split in ("train", "val"):
-        files = _train_and_val(root, cfg.val_fraction, seed)[0 if split == "train" else 1]
+        files = _train_and_val(root, cfg.val_fraction, seed, classes)[0 if split == "train" else 1]
     elif split == "test":
         if not (root / "test").is_dir():
             raise UserError(f"split=test: there is no folder {folder.printable(root / 'test')}")
@@ -200,10 +200,22 @@ def _image_folder(cfg: Data) -> Path:
     return root
 
 
-def _train_and_val(root: Path, fraction: float, seed: int) -> tuple[folder.Listing, folder.Listing]:
-    """train/ and val/ if both are there; else `fraction` of what is there is split off, the same for the same seed."""
+def _train_and_val(
+    root: Path, fraction: float, seed: int, classes: Sequence[str] | None = None
+) -> tuple[folder.Listing, folder.Listing]:
+    """train/ and val/ if both are there; else `fraction` of what is there is split off, the same for the same seed.
+
+    Labels follow `classes`, or the folders of the training images.
+    """
     inside = root / "train" if (root / "train").is_dir() else root
     found = folder.scan(inside)
+    splits = {"train", "training", "val", "validation", "test"} & {name.lower() for name in found.classes}
+    if splits:
+        named = ", ".join(sorted(splits))
+        raise UserError(
+            f"{folder.printable(inside)}: folders named {named} would be taken for classes; expected train/"
+        )
+    found = found if classes is None else found.with_classes(classes)
     val = next((root / name for name in ("val", "valid", "validation") if (root / name).is_dir()), None)
     if val is not None and inside != root:
         return found, folder.scan(val).with_classes(found.classes)

@@ -7,6 +7,7 @@ from `build_model`; for another task change `compute_loss` and `compute_metrics`
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,18 @@ def build_model(cfg: Model, classes: int, image_size: int) -> nn.Module:
         near = difflib.get_close_matches(cfg.name, ["small_resnet", "stand_in", *names], n=1)
         hint = f" (nearest: {near[0]})" if near else ""
         raise SettingsError("model.name", cfg.name, f"small_resnet, stand_in or a classifier of torchvision{hint}")
-    model: nn.Module = models.get_model(cfg.name, weights=None, num_classes=classes)
-    return with_small_stem(model) if image_size < SMALL else model
+    options: dict[str, Any] = {"image_size": image_size} if cfg.name.startswith("vit_") else {}
+    if cfg.name in ("googlenet", "inception_v3"):
+        options = {"aux_logits": False, "init_weights": True}  # one output, as all others have
+    try:
+        model: nn.Module = models.get_model(cfg.name, weights=None, num_classes=classes, **options)
+        model = with_small_stem(model) if image_size < SMALL else model
+        with torch.no_grad():  # some take only certain sizes, and say so when they first see an image
+            model.eval()(torch.zeros(1, 3, image_size, image_size))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:150]
+        raise SettingsError("data.image_size", image_size, f"a size that {cfg.name} takes ({reason})") from None
+    return model.train()
 
 
 def with_small_stem(model: nn.Module) -> nn.Module:

@@ -104,7 +104,7 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
         "settings": saved,
     }
     keeper = Keeper(run, state, net, update, facts, cfg.checkpoint)
-    report = observe.Report(run, cfg, feed, state, len(sets.classes))
+    report = observe.Report(run, cfg, feed, update, state, len(sets.classes))
     watch = report.watch
 
     # Nothing in the loop waits for the device: no .item(), no print of a loss. watch keeps the loss as a tensor and
@@ -151,6 +151,9 @@ def validate(net: nn.Module, feed: Feed, prepare: data.Prepare, autocast: torch.
 
 
 def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
     with exits_cleanly():
         cfg, saved = settings.load(Config, HERE / "config.yaml", sys.argv[1:])
         with start(saved, cfg.run, cfg.resume, HERE) as run:

@@ -31,7 +31,11 @@ FORMAT = 1
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the file whole or not at all: to a temporary name, to the disk, then renamed."""
+    """Write the file whole or not at all: to a temporary name, to the disk, then renamed.
+
+    Raises:
+        UserError: the disk is full or can't be written.
+    """
     temporary = path.with_name(f".{path.name}.tmp")  # one name: what a killed process left is overwritten
     try:
         with temporary.open("wb") as file:
@@ -39,6 +43,11 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch says a full disk by a RuntimeError of its own, after the OSError
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise UserError(f"{path}: can't be saved ({cause.strerror}); what stood there before is unharmed") from error
     finally:
         temporary.unlink(missing_ok=True)
     if os.name == "posix":  # the rename itself reaches the disk with the folder
@@ -59,9 +68,12 @@ def load(path: str | Path) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such checkpoint") from None
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except pickle.UnpicklingError:
+        text = "not loaded: it is damaged, or holds other things than tensors, numbers and texts"
+        raise UserError(f"{path}: {text}") from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path}: not a readable checkpoint ({reason[:200]})") from None
+        raise UserError(f"{path}: not a readable checkpoint, cut off or damaged ({reason[:200]})") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a checkpoint: holds a {type(content).__name__}, expected a dictionary")
     return content
@@ -90,8 +102,10 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     weights.
     """
     content = load(path)
-    own = unwrap(model).state_dict()
-    weights = clean_keys(content.get("model", content), own)
+    own, found = unwrap(model).state_dict(), content.get("model", content)
+    if not isinstance(found, dict):
+        raise UserError(f"model.weights={path}: holds no weights by name")
+    weights = clean_keys(found, own)
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     if missing or unknown:
         kind, names = ("lacks", missing) if missing else ("has the unknown", unknown)
@@ -136,7 +150,8 @@ class Keeper:
             UserError: if it was made with other classes or another amount of data, or does not fit the model.
         """
         content = load(path)
-        if content.get("format") != FORMAT or "state" not in content:
+        parts = ("model", "optimizer", "scaler", "state", "facts")
+        if content.get("format") != FORMAT or not all(isinstance(content.get(part), dict) for part in parts):
             raise UserError(
                 f"resume={path}: not a checkpoint of this project (to start from its weights: model.weights=...)"
             )
@@ -144,13 +159,15 @@ class Keeper:
         plain = unwrap(self.model)
         groups = self.optimizer.state_dict()["param_groups"]  # rates and decays are those of the settings now
         try:
+            if not all(isinstance(each, dict) for each in content["optimizer"]["state"].values()):
+                raise ValueError("the optimizer's state is damaged")
             plain.load_state_dict(clean_keys(content["model"], plain.state_dict()))
             self.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": groups})
             self.scaler.load_state_dict(content["scaler"])
-        except (RuntimeError, ValueError, KeyError) as error:
+            self.state.restore(content["state"])
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"resume={path}: it does not fit this model or optimizer: {reason}") from None
-        self.state.restore(content["state"])
         logger.info(
             "resumed from {}: epoch {}, position {}, step {}, best {}",
             path,
@@ -168,7 +185,7 @@ class Keeper:
                 raise UserError(
                     f"resume={path}: it was made with {fact} {saved.get(fact)}, now it is {self.facts[fact]}"
                 )
-        if content["state"]["position"] and saved.get("effective_batch") != self.facts["effective_batch"]:
+        if content["state"].get("position") and saved.get("effective_batch") != self.facts["effective_batch"]:
             before, now = saved.get("effective_batch"), self.facts["effective_batch"]
             raise UserError(
                 f"resume={path}: it stands within an epoch of effective batches of {before}, now they are {now}: "

@@ -38,7 +38,9 @@ def write(path: Path, home: Path, device: torch.device, world: int, started: flo
     if path.exists():
         first = _read(path)
         facts = {**first, "resumed": [*first.get("resumed", []), {**facts, "started": began}]}
-    path.write_text(json.dumps(facts, indent=2) + "\n")
+    whole = path.with_suffix(".tmp")
+    whole.write_text(json.dumps(facts, indent=2) + "\n")
+    whole.replace(path)
 
 
 def started(path: Path) -> float:
@@ -64,9 +66,12 @@ def _version(package: str) -> str | None:
 
 def _revision(home: Path) -> str | None:
     """The project's git revision, with "+changes" if files differ from it; None outside git."""
-    command = ["git", "-C", str(home), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    git = ["git", "-C", str(home)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        # A repository around the project that doesn't hold it says nothing about it.
+        subprocess.run([*git, "ls-files", "--error-unmatch", "train.py"], capture_output=True, timeout=10, check=True)
+        describe = [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+    return done.stdout.strip()

@@ -62,6 +62,11 @@ def start(directory: Path, rank: int, level: str, *, handlers: Sequence[logging.
     return Log(path, rank, level, [file, screen, *(handlers or ())])
 
 
+def mark_reported(error: BaseException) -> None:
+    """Nothing more is to be said of this exception."""
+    setattr(error, _MARK, True)
+
+
 def reported(error: BaseException) -> bool:
     """Whether this exception already stands in the log (and on the console)."""
     return bool(getattr(error, _MARK, False))
@@ -93,7 +98,7 @@ class Log:
         """Writes the exception that ends this process: a `UserError` as one line, others with their traceback. Once."""
         if reported(error):
             return
-        setattr(error, _MARK, True)
+        mark_reported(error)
         if isinstance(error, UserError):
             logger.critical(str(error))
         elif isinstance(error, SystemExit):

@@ -16,6 +16,7 @@ from fasttrain.gauges import Gauges
 from fasttrain.records import PHASES, BatchRecord, Recorder
 from fasttrain.run import Run
 from fasttrain.state import State
+from fasttrain.update import Update
 from fasttrain.watch import Watch
 from fasttrain.window import WARM_UP
 
@@ -55,7 +56,7 @@ class Totals:
 class Report:
     """What is written down and said of a run. `watch` is its stopwatch."""
 
-    def __init__(self, run: Run, settings: Any, feed: Feed, state: State, classes: int) -> None:
+    def __init__(self, run: Run, settings: Any, feed: Feed, update: Update, state: State, classes: int) -> None:
         self.run, self.settings = run, settings
         run.begin_training()
         self.recorder = Recorder(run.dir, run.rank, run.started)
@@ -71,9 +72,10 @@ class Report:
             self._show_dashboard(feed, state, gauges)
         accumulate, batch = settings.train.accumulate, settings.data.batch_size
         logger.info(
-            f"{settings.model.name} on {run.device}, {len(feed.train_samples)} training and {len(feed.val_samples)} "
-            f"validation samples, {classes} classes; effective batch {feed.global_batch * accumulate} = {batch} x "
-            f"{run.world} processes x {accumulate} accumulated; {feed.workers} loader workers a process"
+            f"{settings.model.name} on {run.device} in {str(update.dtype or torch.float32).removeprefix('torch.')}; "
+            f"{len(feed.train_samples)} training and {len(feed.val_samples)} validation samples, {classes} classes; "
+            f"effective batch {feed.global_batch * accumulate} = {batch} x {run.world} processes x {accumulate} "
+            f"accumulated; {feed.workers} loader workers a process"
         )
 
     def epoch(self, epoch: int, state: State, metrics: Mapping[str, float], improved: bool) -> None:

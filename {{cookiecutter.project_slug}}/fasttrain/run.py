@@ -128,6 +128,13 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
             if not place.training:
                 _let_rank0_speak(place.local_rank)
             raise
+        except (Stopped, KeyboardInterrupt) as stop:
+            goes_on = (
+                f"go on with run.dir={place.dir} resume=auto" if (place.dir / "last.pt").exists() else "no last.pt yet"
+            )
+            logger.warning("stopped by {}; {}", "SIGTERM" if isinstance(stop, Stopped) else "Ctrl-C", goes_on)
+            logs.mark_reported(stop)
+            raise
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -179,8 +186,12 @@ def _let_rank0_speak(local_rank: int) -> None:
         time.sleep(OTHERS_WAIT)
 
 
+class Stopped(SystemExit):
+    """SIGTERM came."""
+
+
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    raise Stopped(128 + number)
 
 
 def _join() -> Run:
@@ -228,6 +239,9 @@ def _claim(directory: str | None, resume: str | None, began: float, home: Path) 
         expected = "a new folder: this one holds a run already. resume=auto goes on with it"
         raise SettingsError("run.dir", directory, expected)
     checkpoint = resume if resume != "auto" else str(last) if last.exists() else None
+    if checkpoint is not None and Path(checkpoint).is_dir():
+        expected = f"a checkpoint; this is a folder, try resume={Path(checkpoint) / 'last.pt'}"
+        raise SettingsError("resume", checkpoint, expected)
     started = facts.started(first) if first.exists() and checkpoint else began
     return str(path), checkpoint, started
 

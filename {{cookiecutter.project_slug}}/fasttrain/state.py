@@ -62,10 +62,17 @@ class State:
         return asdict(self)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Take over the numbers of a checkpoint; one that it lacks keeps its first value."""
+        """Take over the numbers of a checkpoint; one that it lacks keeps its first value.
+
+        Raises:
+            ValueError: one of them is no number.
+        """
         for field in fields(self):
             if field.name in saved:
-                setattr(self, field.name, saved[field.name])
+                value = saved[field.name]
+                if not isinstance(value, int if isinstance(field.default, int) else (int, float, type(None))):
+                    raise ValueError(f"state.{field.name} is {value!r}")
+                setattr(self, field.name, value)
 
 
 def is_better(metric: float, best: float | None, mode: str) -> bool:

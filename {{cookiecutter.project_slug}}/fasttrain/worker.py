@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -140,13 +141,18 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the training process decides
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, _end_soon)
         seeding.seed_all(self.seed, seeding.WORKER, self.rank, worker)
         torch.set_num_threads(1)
         if "cv2" in sys.modules:  # OpenCV's own threads fight with the other workers for the cores
             sys.modules["cv2"].setNumThreads(0)
         if self.worker_log is not None:
             self.worker_log.start(worker)
+
+
+def _end_soon(number: int, frame: FrameType | None) -> None:
+    """A SIGTERM to the whole group (timeout, scancel) is the training process's to answer: it gets five seconds."""
+    signal.alarm(5)  # whose signal ends the process
 
 
 def lost_worker(error: BaseException) -> UserError | None:

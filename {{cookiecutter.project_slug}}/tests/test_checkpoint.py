@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,6 +219,44 @@ def test_a_model_with_a_part_called_module_can_be_resumed(tmp_path: Path) -> Non
 class Harmful:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("harmed",)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"facts": None},
+        {"model": [1]},
+        {"state": {"epoch": "one"}},
+        {"state": {"step": None}},
+        {"optimizer": {"state": {0: "x"}}},
+        {"format": 99},
+    ],
+)
+def test_a_checkpoint_with_odd_contents_is_refused_in_one_line(tmp_path: Path, change: dict[str, Any]) -> None:
+    keeper(tmp_path, network(), State()).save_epoch(watch(), {}, improved=False)
+    path = tmp_path / "last.pt"
+    torch.save({**torch.load(path, weights_only=True), **change}, path)
+    with pytest.raises(UserError, match=r"^resume=.*last\.pt: ") as caught:
+        keeper(tmp_path, network(), State(), resume=path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_is_said_in_one_line_and_the_old_file_stays(tmp_path: Path) -> None:
+    import resource
+
+    path = tmp_path / "last.pt"
+    checkpoint.save(path, {"value": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing past the limit is then an error, not the end
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        with pytest.raises(UserError, match="can't be saved"):
+            checkpoint.save(path, {"value": torch.ones(1_000_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert checkpoint.load(path) == {"value": 1}
+    assert os.listdir(tmp_path) == ["last.pt"]
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "text", "cut", "harmful", "list"])

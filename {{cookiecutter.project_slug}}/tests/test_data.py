@@ -285,3 +285,11 @@ def test_torchvision_is_imported_only_where_it_is_used() -> None:
         "data.Prepare(N(mean=[0.]*3, std=[1.]*3), 2, torch.device('cpu')); assert 'torchvision' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True)
+
+
+def test_folders_named_like_splits_are_no_classes(tmp_path: Path) -> None:
+    for name in ("Val", "test"):
+        (tmp_path / name).mkdir()
+        assert cv2.imwrite(str(tmp_path / name / "1.png"), np.zeros((8, 8, 3), np.uint8))
+    with pytest.raises(UserError, match="folders named test, val would be taken for classes"):
+        data.build(config(str(tmp_path)), 0)
