@@ -66,10 +66,10 @@ import warnings
 
 original = transform
 
-def transform(image, cfg, train):
+def transform(image, cfg, train, out=None):
     logger.info("said by a worker")
     warnings.warn("warned by a worker")
-    return original(image, cfg, train)
+    return original(image, cfg, train, out)
 """
 
 
