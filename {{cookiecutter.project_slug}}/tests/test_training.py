@@ -63,14 +63,14 @@ def test_metric_and_samples_do_not_depend_on_the_number_of_processes(train: Trai
 
 
 SAYS_IN_WORKERS = """
-import warnings
+import os, warnings
 
 original = transform
 
-def transform(image, cfg, train):
+def transform(image, cfg, train, out=None):
     logger.info("said by a worker")
-    warnings.warn("warned by a worker")
-    return original(image, cfg, train)
+    warnings.warn(f"warned by a worker, process {os.getpid()}")  # the same text is said once, and forks remember
+    return original(image, cfg, train, out)
 """
 
 
