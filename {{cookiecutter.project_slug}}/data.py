@@ -28,8 +28,9 @@ from loguru import logger
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fasttrain import folder, images
+from fasttrain import folder, images, packed
 from fasttrain.errors import UserError
+from fasttrain.parts import Parts
 
 if TYPE_CHECKING:
     from config import Data
@@ -74,14 +75,25 @@ class Images(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.listing)
 
+    def original(self, index: int) -> tuple[images.Picture, int]:
+        """An image before any transform, and its label: what `python -m fasttrain pack` stores."""
+        return images.load(self.listing.path(index)), self.listing.label(index)
+
     def __getitem__(self, index: int) -> Sample:
-        path = self.listing.path(index)
-        try:
-            with open(path, "rb") as file:
-                data = file.read()
-        except OSError as error:
-            raise images.ImageError(path, f"can't be read ({error.strerror})") from error
-        return transform(images.Picture(data, path), self.cfg, self.train), self.listing.label(index)
+        image, label = self.original(index)
+        return transform(image, self.cfg, self.train), label
+
+
+class Packed(Images):
+    """The same from a packed store (`python -m fasttrain pack`): random crop and flip stay, the decoding is gone."""
+
+    def __init__(self, listing: folder.Listing, cfg: Data, train: bool, kind: str) -> None:
+        super().__init__(listing, cfg, train)
+        self.kind = kind
+
+    def original(self, index: int) -> tuple[images.Picture, int]:
+        name = self.listing.name(index)
+        return packed.read_picture(self.listing.root, self.kind, name), self.listing.label(index)
 
 
 class Arrays(Dataset[Sample]):
@@ -99,8 +111,13 @@ class Arrays(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.labels)
 
+    def original(self, index: int) -> tuple[images.Picture, int]:
+        """An image before any transform, and its label: what `python -m fasttrain pack` stores."""
+        return images.Picture.of(self.pixels[index]), int(self.labels[index])
+
     def __getitem__(self, index: int) -> Sample:
-        return transform(images.Picture.of(self.pixels[index]), self.cfg, self.train), int(self.labels[index])
+        image, label = self.original(index)
+        return transform(image, self.cfg, self.train), label
 
 
 # ---- the data sets of a run ------------------------------------------------------------------------------------------
@@ -125,8 +142,11 @@ def build(cfg: Data, seed: int) -> Datasets:
         train, classes = _from_torchvision(cfg, train=True)
         val, _ = _from_torchvision(cfg, train=False)  # the published test set
         return Datasets(train, val, classes)
-    train_files, val_files = _train_and_val(_image_folder(cfg), cfg.val_fraction, seed)
-    return Datasets(Images(train_files, cfg, train=True), Images(val_files, cfg, train=False), train_files.classes)
+    parts = Parts(_image_folder(cfg), cfg.skip_list)
+    train_files, val_files = _train_and_val(parts, cfg.val_fraction, seed)
+    return Datasets(
+        _images(parts, train_files, cfg, train=True), _images(parts, val_files, cfg, train=False), train_files.classes
+    )
 
 
 def build_split(cfg: Data, seed: int, split: str, classes: Sequence[str]) -> Images | Arrays:
@@ -147,23 +167,24 @@ def build_split(cfg: Data, seed: int, split: str, classes: Sequence[str]) -> Ima
             mine, theirs = ", ".join(classes), ", ".join(names)
             raise UserError(f"data.path={cfg.path}: its classes ({theirs}) are not those of the checkpoint ({mine})")
         return found
-    root = _image_folder(cfg)
+    parts = Parts(_image_folder(cfg), cfg.skip_list)
+    where = folder.printable(parts.root)
     if split in ("train", "val"):
-        files = _train_and_val(root, cfg.val_fraction, seed)[0 if split == "train" else 1]
+        files = _train_and_val(parts, cfg.val_fraction, seed)[0 if split == "train" else 1]
     elif split == "test":
-        if not (root / "test").is_dir():
-            raise UserError(f"split=test: there is no folder {folder.printable(root / 'test')}")
-        files = folder.scan(root / "test")
+        if "test" not in parts.names:
+            raise UserError(f"split=test: there is no folder {where}/test, or no part test in a packed store")
+        files = parts.listing("test")
     elif split == "all":
-        if (root / "train").is_dir():
+        if "all" not in parts.names:
             raise UserError(
-                f"split=all: {folder.printable(root)} is divided already; use train, val or test, or name a folder of "
-                f"classes: data.path={folder.printable(root / 'train')}"
+                f"split=all: {where} is divided already; use train, val or test, or name a folder of "
+                f"classes: data.path={where}/train"
             )
-        files = folder.scan(root)
+        files = parts.listing("all")
     else:
         raise UserError(f"split={split}: expected train, val, test or all")
-    return Images(files.with_classes(classes), cfg, train=False)
+    return _images(parts, files.with_classes(classes), cfg, train=False)
 
 
 def _image_folder(cfg: Data) -> Path:
@@ -179,16 +200,18 @@ def _image_folder(cfg: Data) -> Path:
     return root
 
 
-def _train_and_val(root: Path, fraction: float, seed: int) -> tuple[folder.Listing, folder.Listing]:
-    """train/ and val/ if both are there; else `fraction` of what is there is split off, the same for the same seed."""
-    inside = root / "train" if (root / "train").is_dir() else root
-    found = folder.scan(inside)
-    val = next((root / name for name in ("val", "valid", "validation") if (root / name).is_dir()), None)
-    if val is not None and inside != root:
-        return found, folder.scan(val).with_classes(found.classes)
+def _train_and_val(parts: Parts, fraction: float, seed: int) -> tuple[folder.Listing, folder.Listing]:
+    """train and val if both are there; else `fraction` of what is there is split off, the same for the same seed."""
+    found = parts.listing(parts.names[0])  # train, or all
+    if "val" in parts.names:
+        return found, parts.listing("val").with_classes(found.classes)
     train, held_out = folder.split(found, fraction, seed)
     logger.info("{} images: {} to train on, {} split off for validation", len(found), len(train), len(held_out))
     return train, held_out
+
+
+def _images(parts: Parts, files: folder.Listing, cfg: Data, train: bool) -> Images:
+    return Packed(files, cfg, train, parts.store.kind) if parts.store else Images(files, cfg, train)
 
 
 def _from_torchvision(cfg: Data, train: bool, augment: bool = True) -> tuple[Arrays, list[str]]:

@@ -58,10 +58,14 @@ class Listing:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def name(self, index: int) -> bytes:
+        """The path of one image below `root`."""
+        start = int(self.starts[index])
+        return self.names[start : start + int(self.lengths[index])]
+
     def path(self, index: int) -> str:
         """The file of one image."""
-        start = int(self.starts[index])
-        return os.path.join(self.root, os.fsdecode(self.names[start : start + int(self.lengths[index])]))
+        return os.path.join(self.root, os.fsdecode(self.name(index)))
 
     def label(self, index: int) -> int:
         """The class of one image, as a place in `classes`."""
