@@ -56,9 +56,8 @@ def main(arguments: Sequence[str]) -> int:
         predict(source, form, out, writer.done)
         try:
             pack(source, form, writer, jobs, cfg.data.start_method)
-        except KeyboardInterrupt:
-            writer.commit()
-            say(f"stopped after {writer.done} of {len(source)}; the same command goes on there")
+        except KeyboardInterrupt:  # perhaps in the middle of a transaction: what isn't in yet is packed again
+            say(f"stopped after about {writer.done} of {len(source)} images; the same command goes on there")
             raise
         if writer.broken:
             _list_broken(writer.broken, options.skip_broken)
