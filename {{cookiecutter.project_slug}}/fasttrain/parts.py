@@ -48,7 +48,7 @@ class Parts:
         found = self.store.listings[part] if self.store else folder.scan(self.folders[part])
         if not self._skip:
             return found
-        before = b"" if self.store else _below(self.folders[part], self.root)
+        before = self.before(part)
         kept = [i for i in range(len(found)) if before + found.name(i) not in self._skip]
         if not kept:
             raise UserError(f"{printable(found.root)}: the skip list names all {len(found)} images of it ({part})")
@@ -56,6 +56,15 @@ class Parts:
             where, count = printable(found.root), len(found) - len(kept)
             logger.info("{}: {} images left out by the skip list ({})", where, count, part)
         return found.subset(np.array(kept))
+
+    def before(self, part: str) -> bytes:
+        """What stands in front of a name of this part's listing to make it a path below `root`."""
+        return b"" if self.store else _below(self.folders[part], self.root)
+
+    @property
+    def skipped(self) -> frozenset[bytes]:
+        """The entries of the skip list."""
+        return frozenset(self._skip or ())
 
     def _warn_of_unknown(self, skip_list: str) -> None:
         """One line for entries that name nothing: a list of another data set, or files that are gone."""

@@ -181,9 +181,7 @@ def from_folder(root: Path, skip_list: str | None) -> Source:
     for name in parts.names:
         listing = parts.listing(name)
         classes = classes or listing.classes
-        before = os.path.relpath(parts.folders[name], root)
-        prefix = b"" if before == "." else os.fsencode(before) + b"/"
-        found.append(Part(name, Files(listing.with_classes(classes)), prefix))
+        found.append(Part(name, Files(listing.with_classes(classes)), parts.before(name)))
     return Source(found, classes)
 
 
