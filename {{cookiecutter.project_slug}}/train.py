@@ -39,7 +39,7 @@ def make_data(cfg: Config, run: Run) -> tuple[data.Datasets, Feed]:
     """The data sets, and the feed that brings their batches to the device."""
     with run.first_on_machine():  # a data set known by name is made or fetched once, not by every process
         sets = data.build(cfg.data, cfg.seed)
-    run.stack.enter_context(Warming(cfg.data.path if cfg.data.warm and run.local_rank == 0 else None))
+    run.stack.enter_context(Warming(cfg.data.path, cfg.data.warm, run.local_rank))
     feed = Feed(
         sets.train,
         sets.val,

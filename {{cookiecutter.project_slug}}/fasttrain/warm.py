@@ -21,13 +21,15 @@ class Warming:
     """``with Warming(path):`` begins to read, and stops with the block. Says in one line what it does, or why not.
 
     Args:
-        path: data.path. None, as when data.warm is off or another process of this machine does it: nothing happens.
+        path: data.path.
+        wanted: data.warm; where it is off nothing happens.
+        local_rank: of this process; the first of each machine does it for all.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str, wanted: bool = True, local_rank: int = 0) -> None:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        if path is None:
+        if not wanted or local_rank > 0:
             return
         reason = why_not(path)
         if reason is not None:
@@ -77,8 +79,8 @@ def why_not(path: str) -> str | None:
     if size <= left:
         return None
     return (
-        f"{printable(path)} has {size / 1e6:,.0f} MB and only {left / 1e6:,.0f} MB of memory are to spare: it is read from "
-        "disk as it is needed"
+        f"{printable(path)} has {size / 1e6:,.0f} MB and only {left / 1e6:,.0f} MB of memory are to spare: it is read "
+        "from disk as it is needed"
     )
 
 

@@ -59,10 +59,10 @@ FINDINGS = {  # file -> content, what is said of it
     "turned.jpg": (exif(6), "odd: turned by EXIF: orientation 6"),
     "other.jpg": (KINDS["png"][0], "odd: wrong extension: is PNG"),
     "dot.png": (saved(Image.new("RGB", (1, 1)), "PNG"), "odd: tiny: 1x1 pixels"),
-    "moving.gif": (KINDS["animated gif"][0], "odd: mode P"),
+    "moving.gif": (KINDS["animated gif"][0], "odd: mode P, animated: 2 pictures, the first is used"),
     "moving.webp": (
         saved(RGB, "WEBP", save_all=True, append_images=[RGB.rotate(9)], duration=9),
-        "odd: animated: 2 pictures, the first is used",
+        "odd: mode RGBA, animated: 2 pictures, the first is used",
     ),
     "fine.jpeg": (JPEG, ""),
     "gray.jpg": (KINDS["gray jpeg"][0], ""),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from loguru import logger
 
@@ -68,14 +69,13 @@ def test_it_must_fit_what_container_and_machine_have_left(
     store: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, used: int, free: int, fits: bool
 ) -> None:
     monkeypatch.setattr(host, "memory", lambda: (used, 100 * 10**6))  # a reserve of 10 MB; the store has 25
-    monkeypatch.setattr(warm.psutil, "virtual_memory", lambda: type("Memory", (), {"available": free}))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": free}))
     warm.Warming(str(store)).wait()
     assert ("reading" in said[0]) == fits
     if not fits:
         left = min(100 * 10**6 - used, free) // 10**6 - 10
-        assert said == [
-            f"data.warm: {store} has 25 MB and only {left} MB of memory are to spare: it is read from disk as it is needed"
-        ]
+        reason = f"has 25 MB and only {left} MB of memory are to spare: it is read from disk as it is needed"
+        assert said == [f"data.warm: {store} {reason}"]
 
 
 def test_an_image_folder_is_not_read(tmp_path: Path, said: list[str]) -> None:
@@ -84,8 +84,8 @@ def test_an_image_folder_is_not_read(tmp_path: Path, said: list[str]) -> None:
         assert "is no packed store" in said[0]
 
 
-def test_off_does_nothing(said: list[str]) -> None:
-    with warm.Warming(None):
+def test_off_and_other_processes_of_a_machine_do_nothing(store: Path, said: list[str]) -> None:
+    with warm.Warming(str(store), False), warm.Warming(str(store), True, local_rank=1):
         assert said == []
 
 

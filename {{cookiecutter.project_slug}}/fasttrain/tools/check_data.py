@@ -144,7 +144,7 @@ def _equal(digests: bytes) -> Iterator[list[int]]:
 
 
 def _surplus(group: list[int], labels: list[str], in_training: int) -> list[int]:
-    """Those to leave out: all where the classes differ, else all but one, which is a validation image if there is one."""
+    """Those to leave out: all where the classes differ, else all but one: a validation image if there is one."""
     if len({labels[place] for place in group}) > 1:
         return group
     keep = next((place for place in group if place >= in_training), group[0])
