@@ -7,8 +7,7 @@
 
 INDEX is int32 lengths [n] and labels [n], then the names one after another; ABOUT holds its checksum.
 
-Nothing in a store is executed. What can be checked without reading all of it is checked before LMDB maps the file,
-since LMDB trusts what it maps: a file that is cut off would end the process with a signal.
+Nothing in a store is executed, and the file is checked before LMDB maps it (fasttrain/lmdb_file.py).
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from fasttrain import host
+from fasttrain import host, lmdb_file
 from fasttrain.errors import UserError
 from fasttrain.folder import Listing, printable
 from fasttrain.images import ImageError, Picture
+from fasttrain.lmdb_file import FILE as FILE
+from fasttrain.lmdb_file import LmdbFileError
 
 FORMAT = 1
-FILE = "data.mdb"
 ABOUT, INDEX = b"\0about", b"\0index"
 SHAPE = struct.Struct("<II")  # before raw pixels
 _LONGEST_KEY = 511  # bytes; LMDB's limit
-_META = struct.Struct("<QHHHHIIQQ" + 2 * "IHHQQQQQ" + "QQ")  # LMDB's first two pages, on 64 bits
-_MAGIC, _VERSION, _IS_META, _NO_PAGE = 0xBEEFC0DE, 1, 0x08, 0xFFFFFFFFFFFFFFFF
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
@@ -173,46 +171,28 @@ def _listings(where: str, about: dict[str, Any], index: memoryview | None) -> di
 
 
 def check_file(root: str) -> None:
-    """Refuse a file that LMDB could not map safely: not LMDB's, or shorter than its header says.
+    """Refuse a file that LMDB could not read safely: see fasttrain/lmdb_file.py.
 
     Raises:
         UserError: in one line what is wrong with it.
     """
-    path = os.path.join(root, FILE)
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
-            first = file.read(_META.size)
-            page = _META.unpack(first)[9] if len(first) == _META.size else 0
-            file.seek(page if 256 <= page <= 65536 else 0)
-            second = file.read(_META.size)
-    except OSError as error:
-        raise UserError(f"{printable(path)}: can't be read: {error.strerror}") from error
-    last = _last_page(first, page, 0), _last_page(second, page, 1)
-    if last[0] is None or last[1] is None:
-        raise UserError(f"{printable(path)}: not an LMDB file, or its beginning is damaged ({size} bytes)")
-    needed = (max(last[0], last[1]) + 1) * page
-    if size < needed:
-        raise _damaged(root, f"{FILE} is cut off: {size} of {needed} bytes; copy it again")
+        lmdb_file.check_tree(root)
+    except (OSError, LmdbFileError) as error:
+        raise _unreadable(root, error) from error
 
 
-def _last_page(meta: bytes, page_size: int, number: int) -> int | None:
-    """The number of the file's last page by one of LMDB's two headers; None for what can't be one."""
-    if len(meta) < _META.size:
-        return None
-    own, _, flags, _, _, magic, version, _, _, size, *rest = _META.unpack(meta)
-    roots, last = (rest[6], rest[14]), rest[15]
-    sane = (own, magic, version, size) == (number, _MAGIC, _VERSION, page_size) and flags & _IS_META
-    sizes = page_size in (1 << n for n in range(8, 17))
-    return last if sane and sizes and all(root == _NO_PAGE or root <= last for root in roots) else None
+def _unreadable(root: str, error: Exception) -> UserError:
+    reason = f"can't be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return UserError(f"{printable(os.path.join(root, FILE))}: {reason}")
 
 
 class _Opened:
     """One LMDB environment of this process, with a read transaction for each thread, which cost nothing to keep."""
 
     def __init__(self, root: str) -> None:
-        check_file(root)
-        self.pid = os.getpid()
+        lmdb_file.check(root)
+        self.root, self.pid = root, os.getpid()
         # The kernel reads ahead unless told not to. Where all of it will fit, what it reads ahead is used later; where
         # not, it would read up to 128 KB for one small image.
         used, total = host.memory()
@@ -225,7 +205,10 @@ class _Opened:
         transaction = self._transactions.get(thread)
         if transaction is None:
             transaction = self._transactions[thread] = self.env.begin(buffers=True)
-        found: memoryview | None = transaction.get(name)
+        try:
+            found: memoryview | None = transaction.get(name)
+        except lmdb.Error as error:
+            raise _damaged(self.root, f"LMDB says {error}") from error
         return found
 
 
@@ -245,6 +228,8 @@ def _open(root: str) -> _Opened:
             opened = None
         try:
             opened = _opened[root] = opened or _Opened(root)
+        except (OSError, LmdbFileError) as error:
+            raise _unreadable(root, error) from error
         except lmdb.Error as error:
             raise _damaged(root, f"LMDB can't open it: {error}") from error
     return opened

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -188,23 +189,54 @@ def test_a_grandchild_reads_too(store: Path) -> None:
 # ---- what is no store ------------------------------------------------------------------------------------------------
 
 
-def refused(store: Path) -> str:
-    """The error of reading all of a store, in a process of its own: a crash would be seen."""
+def refused(store: Path) -> str | None:
+    """The error of reading all of a store, in a process of its own: a crash would be seen. None: all is well."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
+        code = 1
         try:
             found = packed.load(store)
             for listing in found.listings.values():
                 for index in range(len(listing)):
-                    found.picture(listing.name(index)).pixels()
+                    found.picture(listing.name(index)).pixels().sum()
+            code = 0
         except UserError as error:
             os.write(writer, str(error).encode())
-            os._exit(0)
-        os._exit(1)
+            code = 0
+        finally:
+            os._exit(code)
     os.close(writer)
-    assert os.waitpid(child, 0)[1] == 0
     with open(reader) as file:
-        return file.read()
+        said = file.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return said or None
+
+
+def tree_pages(content: bytes) -> list[int]:
+    """The branch and leaf pages of an LMDB file."""
+    kinds = ((page, struct.unpack_from("<QHH", content, page * 4096)) for page in range(2, len(content) // 4096))
+    return [page for page, (own, _, kind) in kinds if own == page and kind in (1, 2)]
+
+
+def test_a_damaged_tree_is_an_error_not_a_crash(tmp_path: Path) -> None:
+    for number in range(150):  # enough for a branch page
+        content = saved(Image.new("RGB", (30, 30), (number, 0, 0)), "PNG")
+        write(tmp_path / "in", f"a/{number:03d}{'n' * 100}.png", content)
+    assert pack.main([str(tmp_path / "in"), str(tmp_path / "out"), "--jobs", "1"]) == 0
+    file, rng = tmp_path / "out/data.mdb", random.Random(0)
+    content = file.read_bytes()
+    pages = tree_pages(content)
+    assert len(pages) > 4
+    found = 0
+    for attempt in range(120):
+        broken, page = bytearray(content), pages[attempt % len(pages)] * 4096
+        for _ in range(rng.choice([1, 4, 40])):
+            broken[page + rng.randrange(rng.choice([64, 4096]))] = rng.randrange(256)
+        file.write_bytes(broken)
+        message = refused(tmp_path / "out")
+        found += message is not None
+        assert message is None or "\n" not in message
+    assert found > 30
 
 
 @pytest.mark.parametrize("left", [0, 1, 100, 4096, 5000, 8192, 50_000, -4096, -1])
@@ -212,7 +244,7 @@ def test_a_file_that_is_cut_off_is_refused(store: Path, tmp_path: Path, left: in
     out = copy(store, tmp_path)
     size = (out / "data.mdb").stat().st_size
     os.truncate(out / "data.mdb", left if left >= 0 else size + left)
-    message = refused(out)
+    message = refused(out) or ""
     assert str(out) in message
     assert "cut off" in message or "not an LMDB file" in message
     assert "\n" not in message

@@ -119,11 +119,7 @@ class Writer:
         }
         gone = [PROGRESS + number.to_bytes(8, "big") for number in range(self._serial)]
         self._write([(packed.INDEX, index), (packed.ABOUT, json.dumps(about).encode())], gone)
-        last, page = self.env.info()["last_pgno"], self.env.stat()["psize"]
         self.close()
-        file = self.out / packed.FILE
-        if file.stat().st_size < (last + 1) * page:  # pages at the end that were given back unwritten
-            os.truncate(file, (last + 1) * page)
         for name in ("lock.mdb", LOCK):
             with suppress(FileNotFoundError):
                 (self.out / name).unlink()
@@ -162,6 +158,7 @@ class Writer:
                             raise UserError(f"{printable(name)}: two images of the source have this name")
                     for name in gone:
                         transaction.delete(name)
+                self._fill_up()
                 return
             except lmdb.MapFullError:
                 self.env.set_mapsize(self.env.info()["map_size"] + max(_ROOM, 2 * sum(len(v) for _, v in entries)))
@@ -171,6 +168,12 @@ class Writer:
                     f"{printable(self.out)}: can't be written after {self.done} of {self.total} images ({reason}); make"
                     " room and run the same command again: it goes on there"
                 ) from error
+
+    def _fill_up(self) -> None:
+        """LMDB counts pages at the end that it gave back unwritten; a file without them would look cut off."""
+        file, needed = self.out / packed.FILE, (self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"]
+        if file.stat().st_size < needed:
+            os.truncate(file, needed)
 
 
 def _is_fresh(out: Path) -> bool:
