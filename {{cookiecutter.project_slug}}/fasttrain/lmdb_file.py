@@ -122,7 +122,7 @@ class _Tree:
             pages = below
 
     def nodes(self, page: int, kind: int) -> tuple[Any, Any, Any, Any]:
-        """Of each node of a page: where it begins, the length of its value (or its child), flags, where its key ends."""
+        """Of each node of a page: where it begins, length of its value (or its child), flags, where its key ends."""
         size, begin = self.header.size, page * self.header.size
         own, _, found, lower, upper = _PAGE.unpack(self.bytes[begin : begin + _PAGE.size].tobytes())
         self.require(own == page and found == kind and 18 <= lower <= upper <= size and lower % 2 == 0, page)

@@ -321,8 +321,9 @@ def test_a_label_outside_the_classes_is_named(changed_project: Callable[[str, st
 
 def test_training_and_evaluation_run_on_a_store(train: Any, images: Path, tmp_path: Path) -> None:
     assert run(images, tmp_path / "store") == 0
-    done = train("packed", f"data.path={tmp_path / 'store'}", "data.workers=1")
+    done = train("packed", f"data.path={tmp_path / 'store'}", "data.workers=1", "data.warm=true")
     assert done.code == 0, done.output
+    assert f"data.warm: reading {tmp_path / 'store'}/data.mdb" in done.output
     code, said = launch([sys.executable, "-m", "fasttrain", "evaluate", str(done.dir / "best.pt"), "--json"], HOME)
     assert code == 0, said
     assert '"images": 8' in said

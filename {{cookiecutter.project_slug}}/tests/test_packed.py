@@ -179,7 +179,7 @@ def test_a_grandchild_reads_too(store: Path) -> None:
     val = data.build(config(store), 0).val
     expected = int(val[0][0].sum())
     if (child := os.fork()) == 0:  # pragma: no cover
-        good = int(val[0][0].sum()) == expected
+        good = int(val[0][0].sum()) == expected and packed._opened[str(store)].pid == os.getpid()
         if (grandchild := os.fork()) == 0:
             os._exit(0 if int(val[0][0].sum()) == expected else 1)
         os._exit(0 if good and os.waitpid(grandchild, 0)[1] == 0 else 1)

@@ -99,19 +99,21 @@ def predict(source: Source, form: Form, out: Path, done: int) -> None:
         UserError: too little free disk.
     """
     packer = Packer(source, form)
-    sizes, before, after = [], 0.0, 0.0
+    sizes: list[int] = []
+    before: list[float] = []
+    after: list[float] = []
     for place in random.Random(0).sample(range(len(source)), min(SAMPLE, len(source))):
         value = packer.one(place)[0]
         if value is not None:  # else it is told when its turn comes
             sizes.append(len(value))
-            before += _seconds(partial(_original, source, place), form.size)
-            after += _seconds(partial(_unpacked, value, form), form.size)
+            before.append(_seconds(partial(_original, source, place), form.size))
+            after.append(_seconds(partial(_unpacked, value, form), form.size))
     if not sizes:
         return
     mean = float(np.mean([-(-(size + 16) // PAGE) * PAGE if size > PAGE // 2 else size for size in sizes]))
     size, left = mean * len(source) * 1.005, mean * (len(source) - done) * 1.005
     free = shutil.disk_usage(out).free
-    old, new = (1000 * seconds / len(sizes) for seconds in (before, after))
+    old, new = (1000 * float(np.median(seconds)) for seconds in (before, after))
     say(f"about {size / 1e6:,.1f} MB when done; {free / 1e6:,.0f} MB are free")
     say(f"a training sample takes {old:.2f} ms of one core now, {new:.2f} ms from the store")
     if left > free:
