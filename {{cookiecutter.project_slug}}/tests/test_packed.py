@@ -212,7 +212,7 @@ def refused(store: Path) -> str | None:
     return said or None
 
 
-def tree_pages(content: bytes) -> list[int]:
+def tree_pages(content: bytes | bytearray) -> list[int]:
     """The branch and leaf pages of an LMDB file."""
     kinds = ((page, struct.unpack_from("<QHH", content, page * 4096)) for page in range(2, len(content) // 4096))
     return [page for page, (own, _, kind) in kinds if own == page and kind in (1, 2)]
@@ -237,6 +237,24 @@ def test_a_damaged_tree_is_an_error_not_a_crash(tmp_path: Path) -> None:
         found += message is not None
         assert message is None or "\n" not in message
     assert found > 30
+
+
+@pytest.mark.parametrize("field", ["length", "first page"])
+def test_a_value_that_would_end_behind_the_file_is_refused(store: Path, tmp_path: Path, field: str) -> None:
+    out = copy(store, tmp_path)
+    content = bytearray((out / "data.mdb").read_bytes())
+    pages = len(content) // 4096
+    leaves = [page * 4096 for page in tree_pages(content) if content[page * 4096 + 10] == 2]  # some are not in use
+    for page in leaves:
+        table = struct.unpack_from("<H", content, page + 12)[0]  # where the table of its nodes ends
+        for (at,) in struct.iter_unpack("<H", content[page + 16 : page + table]):
+            length, flags, key = struct.unpack_from("<IHH", content, page + at)
+            if flags == 1 and field == "length":  # the value has pages of its own
+                struct.pack_into("<I", content, page + at, length | 1 << 30)
+            elif flags == 1:
+                struct.pack_into("<Q", content, page + at + 8 + key, pages)
+    (out / "data.mdb").write_bytes(content)
+    assert "can't be followed" in (refused(out) or "")
 
 
 @pytest.mark.parametrize("left", [0, 1, 100, 4096, 5000, 8192, 50_000, -4096, -1])
