@@ -23,15 +23,15 @@ else:
 # Every file of a project. A new one is added here, so that none comes or goes unseen.
 TOP = ".gitignore LICENSE Makefile README.md config.py config.yaml data.py model.py pyproject.toml train.py"
 FASTTRAIN = """
-    __init__ __main__ checkpoint clock dashboard dashboard_panel errors facts feed folder gauges host images logs
-    machine metrics observe overrides parallel precision records run sampler seeding settings settings_file
-    shapes sinks skips slots stand_in state tensorboard transfer typed update watch window worker
+    __init__ __main__ checkpoint clock dashboard dashboard_panel errors facts feed folder gauges host images lmdb_file
+    logs machine metrics observe overrides packed parallel parts precision records run sampler seeding settings
+    settings_file shapes sinks skips slots stand_in state tensorboard transfer typed update warm watch window worker
 """
-TOOLS = "__init__ compare evaluate project"
+TOOLS = "__init__ check_data check_image compare evaluate pack pack_source pack_store project work"
 LAUNCH = "kubernetes.yaml one_machine.sh several_machines.sh slurm.sbatch"
 TESTS = """
-    checkpoint compare dashboard data device feed folder gauges images logs model records sampler seeding settings shapes
-    skips slots state training transfer update watch
+    check_data checkpoint compare dashboard data device feed folder gauges images logs model pack packed records sampler
+    seeding settings shapes skips slots state training transfer update warm watch
 """
 FILES = {
     *TOP.split(),

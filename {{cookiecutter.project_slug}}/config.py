@@ -22,9 +22,11 @@ class Run:
 
 @dataclass
 class Data:
-    path: str = location(must_exist=True, or_name=DATASETS)  # an image folder, or a name
+    path: str = location(must_exist=True, or_name=DATASETS)  # an image folder, a packed store, or a name
     root: str = location()  # where the data sets known by name are kept
     val_fraction: float = value(above=0, below=1)  # part split off for validation
+    skip_list: str | None = location(must_exist=True)  # a file, one path a line
+    warm: bool = value()
     image_size: int = value(low=1)  # pixels, both sides
     crop_scale: list[float] = value(above=0, high=1, length=2, ordered=True)  # area of the random crop, least and most
     flip: float = value(low=0, high=1)  # probability

@@ -32,8 +32,9 @@ from loguru import logger
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fasttrain import folder, images
+from fasttrain import folder, images, packed
 from fasttrain.errors import UserError
+from fasttrain.parts import Parts
 
 if TYPE_CHECKING:
     from config import Data
@@ -81,17 +82,28 @@ class Images(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.listing)
 
+    def original(self, index: int) -> tuple[images.Picture, int]:
+        """An image before any transform, and its label: what `python -m fasttrain pack` stores."""
+        return images.load(self.listing.path(index)), self.listing.label(index)
+
     def __getitem__(self, index: int) -> Sample:
         return self.get_into(index, (None,))
 
     def get_into(self, index: int, out: Places) -> Sample:
-        path = self.listing.path(index)
-        try:
-            with open(path, "rb") as file:
-                data = file.read()
-        except OSError as error:
-            raise images.ImageError(path, f"can't be read ({error.strerror})") from error
-        return transform(images.Picture(data, path), self.cfg, self.train, out[0]), self.listing.label(index)
+        image, label = self.original(index)
+        return transform(image, self.cfg, self.train, out[0]), label
+
+
+class Packed(Images):
+    """The same from a packed store (`python -m fasttrain pack`): random crop and flip stay, the decoding is gone."""
+
+    def __init__(self, listing: folder.Listing, cfg: Data, train: bool, kind: str) -> None:
+        super().__init__(listing, cfg, train)
+        self.kind = kind
+
+    def original(self, index: int) -> tuple[images.Picture, int]:
+        name = self.listing.name(index)
+        return packed.read_picture(self.listing.root, self.kind, name), self.listing.label(index)
 
 
 class Arrays(Dataset[Sample]):
@@ -113,12 +125,16 @@ class Arrays(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.labels)
 
+    def original(self, index: int) -> tuple[images.Picture, int]:
+        """An image before any transform, and its label: what `python -m fasttrain pack` stores."""
+        return images.Picture.of(self.pixels[index]), int(self.labels[index])
+
     def __getitem__(self, index: int) -> Sample:
         return self.get_into(index, (None,))
 
     def get_into(self, index: int, out: Places) -> Sample:
-        picture = images.Picture.of(self.pixels[index])
-        return transform(picture, self.cfg, self.train, out[0]), int(self.labels[index])
+        image, label = self.original(index)
+        return transform(image, self.cfg, self.train, out[0]), label
 
 
 # ---- the data sets of a run ------------------------------------------------------------------------------------------
@@ -143,8 +159,11 @@ def build(cfg: Data, seed: int) -> Datasets:
         found, classes = _from_torchvision(cfg, published="train")
         training, held_out = folder.split_labels(found.labels, cfg.val_fraction, seed)  # the test set stays unseen
         return Datasets(found.subset(training, train=True), found.subset(held_out, train=False), classes)
-    train_files, val_files = _train_and_val(_image_folder(cfg), cfg.val_fraction, seed)
-    return Datasets(Images(train_files, cfg, train=True), Images(val_files, cfg, train=False), train_files.classes)
+    parts = Parts(_image_folder(cfg), cfg.skip_list)
+    train_files, val_files = _train_and_val(parts, cfg.val_fraction, seed)
+    return Datasets(
+        _images(parts, train_files, cfg, train=True), _images(parts, val_files, cfg, train=False), train_files.classes
+    )
 
 
 def build_split(cfg: Data, seed: int, split: str, classes: Sequence[str]) -> Images | Arrays:
@@ -166,25 +185,26 @@ def build_split(cfg: Data, seed: int, split: str, classes: Sequence[str]) -> Ima
             raise UserError(f"data.path={cfg.path}: its classes ({theirs}) are not those of the checkpoint ({mine})")
         if split == "test":
             return found
-        parts = folder.split_labels(found.labels, cfg.val_fraction, seed)
-        return found.subset(parts[0 if split == "train" else 1], train=False)
-    root = _image_folder(cfg)
+        places = folder.split_labels(found.labels, cfg.val_fraction, seed)
+        return found.subset(places[0 if split == "train" else 1], train=False)
+    parts = Parts(_image_folder(cfg), cfg.skip_list)
+    where = folder.printable(parts.root)
     if split in ("train", "val"):
-        files = _train_and_val(root, cfg.val_fraction, seed, classes)[0 if split == "train" else 1]
+        files = _train_and_val(parts, cfg.val_fraction, seed, classes)[0 if split == "train" else 1]
     elif split == "test":
-        if not (root / "test").is_dir():
-            raise UserError(f"split=test: there is no folder {folder.printable(root / 'test')}")
-        files = folder.scan(root / "test")
+        if "test" not in parts.names:
+            raise UserError(f"split=test: there is no folder {where}/test, or no part test in a packed store")
+        files = parts.listing("test")
     elif split == "all":
-        if (root / "train").is_dir():
+        if "all" not in parts.names:
             raise UserError(
-                f"split=all: {folder.printable(root)} is divided already; use train, val or test, or name a folder of "
-                f"classes: data.path={folder.printable(root / 'train')}"
+                f"split=all: {where} is divided already; use train, val or test, or name a folder of "
+                f"classes: data.path={where}/train"
             )
-        files = folder.scan(root)
+        files = parts.listing("all")
     else:
         raise UserError(f"split={split}: expected train, val, test or all")
-    return Images(files.with_classes(classes), cfg, train=False)
+    return _images(parts, files.with_classes(classes), cfg, train=False)
 
 
 def _image_folder(cfg: Data) -> Path:
@@ -201,27 +221,27 @@ def _image_folder(cfg: Data) -> Path:
 
 
 def _train_and_val(
-    root: Path, fraction: float, seed: int, classes: Sequence[str] | None = None
+    parts: Parts, fraction: float, seed: int, classes: Sequence[str] | None = None
 ) -> tuple[folder.Listing, folder.Listing]:
-    """train/ and val/ if both are there; else `fraction` of what is there is split off, the same for the same seed.
+    """train and val if both are there; else `fraction` of what is there is split off, the same for the same seed.
 
-    Labels follow `classes`, or the folders of the training images.
+    Labels follow `classes`, or those of the training images.
     """
-    inside = root / "train" if (root / "train").is_dir() else root
-    found = folder.scan(inside)
+    found = parts.listing(parts.names[0])  # train, or all
     splits = {"train", "training", "val", "validation", "test"} & {name.lower() for name in found.classes}
     if splits:
-        named = ", ".join(sorted(splits))
-        raise UserError(
-            f"{folder.printable(inside)}: folders named {named} would be taken for classes; expected train/"
-        )
+        named, where = ", ".join(sorted(splits)), folder.printable(parts.root)
+        raise UserError(f"{where}: folders named {named} would be taken for classes; expected train/")
     found = found if classes is None else found.with_classes(classes)
-    val = next((root / name for name in ("val", "valid", "validation") if (root / name).is_dir()), None)
-    if val is not None and inside != root:
-        return found, folder.scan(val).with_classes(found.classes)
+    if "val" in parts.names:
+        return found, parts.listing("val").with_classes(found.classes)
     train, held_out = folder.split(found, fraction, seed)
     logger.info("{} images: {} to train on, {} split off for validation", len(found), len(train), len(held_out))
     return train, held_out
+
+
+def _images(parts: Parts, files: folder.Listing, cfg: Data, train: bool) -> Images:
+    return Packed(files, cfg, train, parts.store.kind) if parts.store else Images(files, cfg, train)
 
 
 def _from_torchvision(cfg: Data, published: str) -> tuple[Arrays, list[str]]:

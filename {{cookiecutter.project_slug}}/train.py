@@ -27,6 +27,7 @@ from fasttrain.metrics import Means
 from fasttrain.run import Run, exits_cleanly, start
 from fasttrain.state import State
 from fasttrain.update import Schedule, Update, build_optimizer
+from fasttrain.warm import Warming
 
 HERE = Path(__file__).resolve().parent
 
@@ -38,6 +39,7 @@ def make_data(cfg: Config, run: Run) -> tuple[data.Datasets, Feed]:
     """The data sets, and the feed that brings their batches to the device."""
     # The first process of each machine goes ahead: a data set known by name is made or fetched once, not by every one.
     sets = run.first_on_machine(lambda: data.build(cfg.data, cfg.seed))
+    run.stack.enter_context(Warming(cfg.data.path, cfg.data.warm, run.local_rank))
     feed = Feed(
         sets.train,
         sets.val,

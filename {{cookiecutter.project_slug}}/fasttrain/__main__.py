@@ -6,8 +6,10 @@ import importlib
 import sys
 
 COMMANDS = {
+    "check-data": "broken, odd and duplicate images, classes that don't match; writes a skip list",
     "compare": "runs side by side: what was changed and what it brought",
     "evaluate": "the metrics of a checkpoint on a split of the data",
+    "pack": "decode and shrink a data set once, into one LMDB file that training reads",
 }
 
 

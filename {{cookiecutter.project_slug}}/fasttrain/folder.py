@@ -59,10 +59,14 @@ class Listing:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def name(self, index: int) -> bytes:
+        """The path of one image below `root`."""
+        start = int(self.starts[index])
+        return self.names[start : start + int(self.lengths[index])]
+
     def path(self, index: int) -> str:
         """The file of one image."""
-        start = int(self.starts[index])
-        return os.path.join(self.root, os.fsdecode(self.names[start : start + int(self.lengths[index])]))
+        return os.path.join(self.root, os.fsdecode(self.name(index)))
 
     def label(self, index: int) -> int:
         """The class of one image, as a place in `classes`."""
@@ -110,7 +114,7 @@ def scan(root: str | os.PathLike[str]) -> Listing:
     for entry in _entries(top):
         if entry.is_dir():
             folders.append(entry.name)
-        elif _is_image(entry.name):
+        elif is_image(entry.name):
             loose += 1
         else:
             others += 1
@@ -217,7 +221,7 @@ def _walk(top: bytes, folder: bytes, above: tuple[tuple[int, int], ...]) -> Iter
         name = os.path.join(folder, entry.name)
         if entry.is_dir():
             yield from _walk(top, name, (*above, here))
-        elif _is_image(entry.name):
+        elif is_image(entry.name):
             if entry.is_file():  # not a pipe or a socket, which would block its reader
                 yield name
             elif entry.is_symlink():
@@ -227,7 +231,7 @@ def _walk(top: bytes, folder: bytes, above: tuple[tuple[int, int], ...]) -> Iter
 def _entries(folder: bytes) -> list[os.DirEntry[bytes]]:
     try:
         with os.scandir(folder) as entries:
-            kept = [e for e in entries if not e.name.startswith(b".") and e.name not in SYSTEM]
+            kept = [e for e in entries if not is_hidden(e.name)]
     except OSError as error:
         raise UserError(f"{printable(folder)}: can't be read: {error.strerror}") from error
     return sorted(kept, key=lambda e: e.name)
@@ -238,7 +242,13 @@ def _identity(folder: bytes) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _is_image(name: bytes) -> bool:
+def is_hidden(name: bytes) -> bool:
+    """Whether a file or folder of this name is passed over in silence."""
+    return name.startswith(b".") or name in SYSTEM
+
+
+def is_image(name: bytes) -> bool:
+    """Whether it has the extension of an image."""
     return name.lower().endswith(_ENDINGS)
 
 

@@ -71,9 +71,15 @@ class Picture:
     def of(cls, pixels: Pixels) -> Picture:
         """A picture that is decoded already: uint8 [height, width, 3], or [height, width] for gray."""
         picture = cls.__new__(cls)
+        picture.name, picture._data = "", b""
         picture._pixels = np.repeat(pixels[:, :, None], 3, axis=2) if pixels.ndim == 2 else pixels
         picture.height, picture.width = pixels.shape[:2]
         return picture
+
+    @property
+    def jpeg(self) -> bytes | None:
+        """The file's bytes if it is a JPEG that isn't decoded yet."""
+        return self._data if self._pixels is None else None
 
     def pixels(self, reduction: int = 1) -> Pixels:
         """The whole image, upright.
@@ -120,6 +126,20 @@ def decode(data: bytes, at_least: int | tuple[int, int], name: str) -> Pixels:
     if not height or not width:
         return picture.pixels()
     return picture.pixels(_reduction(min(picture.height / height, picture.width / width)))
+
+
+def load(path: str) -> Picture:
+    """The image in a file, not decoded yet.
+
+    Raises:
+        ImageError: the file can't be read, or as `Picture` says.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise ImageError(path, f"can't be read ({error.strerror})") from error
+    return Picture(data, path)
 
 
 def random_resized_crop(

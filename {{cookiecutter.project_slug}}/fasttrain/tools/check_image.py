@@ -1,0 +1,120 @@
+"""Is one image whole, and is anything odd about it? Decodes all of it; a look at the header finds little."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from PIL import Image
+
+from fasttrain import packed
+from fasttrain.folder import Listing, printable
+from fasttrain.images import ImageError, Picture
+
+TINY, HUGE = 8, 50_000_000  # pixels of the short side; pixels in all
+_FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "tif": "TIFF", "tiff": "TIFF"}  # others are named like their extension
+_PLAIN = ("RGB", "L")  # modes that need no word
+_ORIENTATION = 0x0112  # the EXIF tag
+
+
+@dataclass
+class Finding:
+    """What was found in one image. digest: of its bytes; broken: why, else None; odd: texts."""
+
+    digest: bytes
+    broken: str | None = None
+    odd: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Checker:
+    """Checks images by their place in the row of all listings; runs in the worker processes.
+
+    Attributes:
+        kind: of the packed store that the listings come from, None for an image folder.
+    """
+
+    listings: list[Listing]
+    kind: str | None
+
+    def __call__(self, places: Sequence[int]) -> list[Finding]:
+        return [self.one(place) for place in places]
+
+    def at(self, place: int) -> tuple[Listing, int]:
+        for listing in self.listings:
+            if place < len(listing):
+                return listing, place
+            place -= len(listing)
+        raise IndexError(place)
+
+    def one(self, place: int) -> Finding:
+        listing, index = self.at(place)
+        if self.kind is not None:
+            return _stored(listing.root, self.kind, listing.name(index))
+        path = listing.path(index)
+        try:
+            with open(path, "rb") as file:
+                data = file.read()
+        except OSError as error:
+            return Finding(b"", f"can't be read ({error.strerror})")
+        return check(data, path)
+
+
+def check(data: bytes, path: str) -> Finding:
+    """Decode an image file as training does, and once more by Pillow."""
+    finding = Finding(hashlib.blake2b(data, digest_size=16).digest())
+    try:
+        picture = Picture(data, path)
+        picture.pixels()
+    except ImageError as error:
+        finding.broken = str(error).removeprefix(f"{printable(path)}: ")
+        return finding
+    finding.odd = [*_sizes(picture), *_by_pillow(data, path)]
+    return finding
+
+
+def _sizes(picture: Picture) -> list[str]:
+    shape = f"{picture.width}x{picture.height} pixels"
+    if min(picture.height, picture.width) < TINY:
+        return [f"tiny: {shape}"]
+    return [f"huge: {shape}"] if picture.height * picture.width > HUGE else []
+
+
+def _by_pillow(data: bytes, path: str) -> list[str]:
+    odd = []
+    try:
+        with warnings.catch_warnings(), Image.open(io.BytesIO(data)) as image:
+            warnings.simplefilter("ignore")
+            kind = "JPEG" if image.format == "MPO" else image.format or ""  # a JPEG with more pictures behind it
+            mode, pictures = image.mode, int(getattr(image, "n_frames", 1))
+            orientation = int(image.getexif().get(_ORIENTATION, 1) or 1)
+            if kind == "JPEG":
+                image.load()  # the others went through Pillow before
+    except Exception as error:  # Pillow's readers raise almost anything
+        return [f"Pillow can't decode it: {' '.join(str(error).split()) or type(error).__name__}"]
+    extension = os.path.splitext(path)[1][1:].lower()
+    if _FORMATS.get(extension, extension.upper()) != kind:
+        odd.append(f"wrong extension: is {kind}")
+    if mode not in _PLAIN:
+        odd.append(f"mode {mode}")
+    if 2 <= orientation <= 8:
+        odd.append(f"turned by EXIF: orientation {orientation}")
+    if pictures > 1 and image.format != "MPO":
+        odd.append(f"animated: {pictures} pictures, the first is used")
+    return odd
+
+
+def _stored(root: str, kind: str, name: bytes) -> Finding:
+    value = packed.read_value(root, name)
+    finding = Finding(hashlib.blake2b(value or b"", digest_size=16).digest())
+    try:
+        picture = packed.read_picture(root, kind, name)
+        picture.pixels()
+        finding.odd = _sizes(picture)
+    except ImageError as error:
+        finding.broken = str(error).split(": ", 1)[-1]
+    return finding
