@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HOME, Train, launch
+from conftest import HOME, QUICK, TIME_LIMIT, Train, launch
 
 from fasttrain.records import PHASES
 
@@ -173,6 +177,29 @@ def test_evaluate_prints_the_metrics_of_a_checkpoint(train: Train, images: Path)
     assert json.loads(output.splitlines()[-1])["images"] == 64
     code, output = launch([*command, "data.batch_size=0"], HOME)
     assert (code, output.count("\n")) == (2, 1), output
+
+
+@pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")])
+def test_a_signal_to_the_whole_group_ends_in_a_line_that_says_how_to_go_on(
+    images: Path, tmp_path: Path, number: signal.Signals, code: int, name: str
+) -> None:
+    run = tmp_path / "run"
+    settings = [*QUICK, f"data.path={images}", f"run.dir={run}", "data.workers=2", "train.epochs=100000"]
+    command = [sys.executable, str(HOME / "train.py"), *settings]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
+    ) as process:
+        until = time.monotonic() + TIME_LIMIT
+        while not (run / "last.pt").exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        os.killpg(process.pid, number)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == code, output
+    assert f"stopped by {name}; go on with run.dir={run} resume=auto" in output
+    assert "Traceback" not in output + (run / "rank0.log").read_text()
+    with pytest.raises(ProcessLookupError):  # no worker is left
+        os.killpg(process.pid, 0)
 
 
 RAISES_ON_RANK_1 = """
