@@ -27,10 +27,10 @@ FASTTRAIN = """
     logs machine metrics observe overrides packed parallel parts precision records run sampler seeding settings
     settings_file shapes sinks skips slots stand_in state tensorboard transfer typed update warm watch window worker
 """
-TOOLS = "__init__ check_data check_image compare evaluate pack pack_source pack_store project work"
+TOOLS = "__init__ bench check_data check_image compare evaluate pack pack_source pack_store project work"
 LAUNCH = "kubernetes.yaml one_machine.sh several_machines.sh slurm.sbatch"
 TESTS = """
-    check_data checkpoint compare dashboard data device feed folder gauges images logs model pack packed records sampler
+    bench check_data checkpoint compare dashboard data device feed folder gauges images logs model pack packed records sampler
     seeding settings shapes skips slots state training transfer update warm watch
 """
 FILES = {

@@ -6,6 +6,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "bench": "the loader alone, the step alone, and both: does a training wait for data?",
     "check-data": "broken, odd and duplicate images, classes that don't match; writes a skip list",
     "compare": "runs side by side: what was changed and what it brought",
     "evaluate": "the metrics of a checkpoint on a split of the data",
