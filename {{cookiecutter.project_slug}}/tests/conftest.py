@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +28,10 @@ QUICK = (
     "optimizer.lr=0.02",
     "optimizer.warmup_steps=2",
 )
+
+# A shell starts background jobs with Ctrl-C ignored, and what they start inherits that; some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass

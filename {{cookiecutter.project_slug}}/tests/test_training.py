@@ -194,7 +194,11 @@ def test_a_signal_to_the_whole_group_ends_in_a_line_that_says_how_to_go_on(
         while not (run / "last.pt").exists() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
         os.killpg(process.pid, number)
-        output, _ = process.communicate(timeout=60)
+        try:
+            output, _ = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     assert process.returncode == code, output
     assert f"stopped by {name}; go on with run.dir={run} resume=auto" in output
     assert "Traceback" not in output + (run / "rank0.log").read_text()

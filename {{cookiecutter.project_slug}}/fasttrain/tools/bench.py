@@ -57,7 +57,7 @@ def bench(overrides: Sequence[str], seconds: float) -> dict[str, Any]:
     """Measure in this process, on its device, with the settings of config.yaml and the overrides.
 
     Returns:
-        images_per_second and seconds (for a batch) of the loader alone, and the same with ``step_`` and ``both_`` before
+        images_per_second and seconds (of a batch) of the loader alone; the same with ``step_`` and ``both_`` before
         the name; data_ratio, the loader's seconds over the step's; workers, batch_size, device.
     """
     data, model, config = (project.module(name) for name in ("data", "model", "config"))
