@@ -121,6 +121,7 @@ class Feed:
 
     def close_training(self) -> None:
         """End the training's workers."""
+        _end_workers(self._stream)
         self._stream = None
         self.made.zero_()
         self.taken = 0
@@ -128,6 +129,7 @@ class Feed:
     def close(self) -> None:
         """End all workers and give back the slots."""
         self.close_training()
+        _end_workers(getattr(self._val_loader, "_iterator", None))
         self._val_loader = None
         self.train_samples.slots = self.val_samples.slots = None
 
@@ -200,6 +202,13 @@ class Feed:
                 f"at most {train // self.world} with data.drop_last: {train} training samples do not fill one batch of "
                 f"{self.data.batch_size} x {self.world} processes. Or set data.drop_last=false",
             )
+
+
+def _end_workers(iterator: Any) -> None:
+    """End them now: left to its destructor, an iterator that the frames of an exception hold would outlive the run."""
+    shutdown = getattr(iterator, "_shutdown_workers", None)  # PyTorch has no public name for it
+    if shutdown is not None:
+        shutdown()
 
 
 def _batches(

@@ -269,6 +269,8 @@ with logs.start(Path(sys.argv[1]), 0, "INFO") as log:
                 time.sleep(0.6)
                 logger.info("a line from the middle of the run, long enough to need more than one row of the terminal")
                 print("a print")
+                while log._listener._handled < 1:
+                    time.sleep(0.01)
         if "raise" in sys.argv:
             raise ValueError("planted")
     logger.info("the end")
