@@ -30,8 +30,8 @@ FASTTRAIN = """
 TOOLS = "__init__ bench check_data check_image compare evaluate pack pack_source pack_store project work"
 LAUNCH = "kubernetes.yaml one_machine.sh several_machines.sh slurm.sbatch"
 TESTS = """
-    bench check_data checkpoint compare dashboard data device feed folder gauges images logs model pack packed records sampler
-    seeding settings shapes skips slots state training transfer update warm watch
+    bench check_data checkpoint compare dashboard data device feed folder gauges images logs model pack packed
+    records sampler seeding settings shapes skips slots state training transfer update warm watch
 """
 FILES = {
     *TOP.split(),
