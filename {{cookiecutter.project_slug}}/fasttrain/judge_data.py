@@ -293,7 +293,7 @@ def throttled(side: Side) -> float:
     marks = [(g["time"], float(g["throttled"])) for g in side.gauges if g.get("throttled") is not None]
     if len(marks) < 2 or marks[-1][0] <= marks[0][0]:
         return 0.0
-    return (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0])
+    return float(marks[-1][1] - marks[0][1]) / float(marks[-1][0] - marks[0][0])
 
 
 def _collate(supply: Supply, settings: Mapping[str, Any]) -> Finding | None:

@@ -52,7 +52,7 @@ def _steps(sides: Sequence[Side]) -> list[list[BatchRecord]]:
 
 def _alone(record: BatchRecord) -> float:
     """Seconds in phases that wait for nobody."""
-    return sum(getattr(record, phase) for phase in ALONE)
+    return float(sum(getattr(record, phase) for phase in ALONE))
 
 
 def _late_rank(
@@ -86,6 +86,7 @@ def _slow_rank(
     more = {phase: side.mean(phase) - fmean(each.mean(phase) for each in others) for phase in phases}
     phase = max(more, key=lambda each: more[each])
     own, usual = side.mean(phase), fmean(each.mean(phase) for each in others)
+    theirs = fmean(each.mean("backward") for each in others)
     why, remedy = (
         "",
         f"compare rank {side.number}'s device and cores with the others' (clock, temperature, who shares it)",
@@ -105,9 +106,9 @@ def _slow_rank(
         share,
         sure,
         f"rank {side.number} is late and the others wait for it; it spends longer in {phase}{why}",
-        f"rank {side.number}'s {phase} takes {ms(own)} a batch, the others' {ms(usual)}; they wait {percent(share)} of the "
-        f"time for it, which shows in their backward pass ({ms(fmean(each.mean('backward') for each in others))} against "
-        f"its {ms(side.mean('backward'))}); it is the late one in {percent(habit)} of the steps",
+        f"rank {side.number}'s {phase} takes {ms(own)} a batch, the others' {ms(usual)}; they wait {percent(share)} of "
+        f"the time for it, which shows in their backward pass ({ms(theirs)} against its "
+        f"{ms(side.mean('backward'))}); it is the late one in {percent(habit)} of the steps",
         f"{remedy}; up to {percent(share)} less time a step",
         side.number,
     )
@@ -161,9 +162,10 @@ def _communication(
             share,
             sure if on_host else 0.6 * sure,
             "summing the gradients over the ranks takes a large part of the step",
-            f"{ms(sum(sums) / len(sums))} of {ms(fmean(walls))} a batch is spent in the backward pass waiting for the sum "
-            f"even by the rank that comes last, {percent(share)}{guess}",
-            f"train.accumulate: {accumulate} -> {4 * accumulate} sums a quarter as often: about {percent(share * 0.75)} "
-            "less time; a larger data.batch_size; a faster network, or a compressing hook (bf16_compress_hook) in train.py",
+            f"{ms(sum(sums) / len(sums))} of {ms(fmean(walls))} a batch is spent in the backward pass waiting for the "
+            f"sum even by the rank that comes last, {percent(share)}{guess}",
+            f"train.accumulate: {accumulate} -> {4 * accumulate} sums a quarter as often: about "
+            f"{percent(share * 0.75)} less time; a larger data.batch_size; a faster network, or a compressing hook "
+            "(bf16_compress_hook) in train.py",
         )
     ]

@@ -56,7 +56,7 @@ def _copy(side: Side, settings: Mapping[str, Any]) -> Finding | None:
             (
                 "data.pin_memory: false -> null"
                 if _section(settings, "data").get("pin_memory") is False
-                else "raise the limit of locked memory (ulimit -l), or see why the log says that batches can't be pinned"
+                else "raise the limit of locked memory (ulimit -l), or see in the log why batches can't be pinned"
             ),
         )
         return Finding("pinning", share, sure, says, f"{numbers}; pageable memory", f"{remedy}: up to {percent(share)}")
@@ -197,8 +197,8 @@ def _validation(side: Side, settings: Mapping[str, Any]) -> Finding | None:
         0.97,
         "validation takes a large part of the time",
         f"{len(pauses)} times, {median(pauses):.2f} s each: {percent(share)} of the time",
-        f"fewer validation images (data.val_fraction: {fraction} -> smaller, or fewer files in val/), or longer epochs; "
-        f"a {VALIDATION / share:.0%} of them would take {percent(VALIDATION / 3)}",
+        f"fewer validation images (data.val_fraction: {fraction} -> smaller, or fewer files in val/), or longer "
+        f"epochs; a {VALIDATION / share:.0%} of them would take {percent(VALIDATION / 3)}",
     )
 
 
