@@ -55,6 +55,15 @@ def read(directory: Path) -> History:
     )
 
 
+def last(rank: Rank, seconds: float) -> Rank:
+    """The records of the last so many seconds of one rank, with its events, also those that hold for longer."""
+    if not rank.records:
+        return rank
+    since = rank.records[-1].time - seconds
+    events = [event for event in rank.events if event["time"] >= since or event["event"] in ("loader", "graph")]
+    return Rank(rank.number, [record for record in rank.records if record.time >= since], events)
+
+
 def _record(row: Mapping[str, Any]) -> BatchRecord | None:
     """None for a line of another kind."""
     known = {name: row[name] for name in BatchRecord._fields if name in row}
