@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,19 +61,20 @@ def _mapping(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-_NEEDED, _FIELDS = BatchRecord._fields[:11], BatchRecord._fields
+_NEEDED, _OPTIONAL = BatchRecord._fields[:11], BatchRecord._fields[11:]
+_NUMBER, _OR_NOTHING = frozenset((int, float)), frozenset((int, float, type(None)))
 
 
 def _record(row: Mapping[str, Any]) -> BatchRecord | None:
     """None for a line of another kind, or one whose values are not numbers."""
     try:
-        found = BatchRecord(*map(row.__getitem__, _NEEDED), *map(row.get, _FIELDS[11:]))
-    except KeyError:
+        needed = [*map(row.__getitem__, _NEEDED)]
+        if not _NUMBER.issuperset(map(type, needed)) or not math.isfinite(sum(needed)):
+            return None
+    except (KeyError, OverflowError):  # a whole number beyond floats
         return None
-    return found if _KINDS.issuperset(map(type, found)) else None
-
-
-_KINDS = frozenset((int, float, type(None)))
+    optional = [*map(row.get, _OPTIONAL)]
+    return BatchRecord(*needed, *optional) if _OR_NOTHING.issuperset(map(type, optional)) else None
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

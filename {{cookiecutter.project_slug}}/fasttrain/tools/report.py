@@ -25,7 +25,7 @@ from fasttrain.tools.report_serve import Server
 
 FILE = "report.html"
 MOST_RUNS = 8  # that colours tell apart
-PART = 0.1  # of a core, that keeping a page up to date may take: the training needs it more
+PART = 0.2  # of a core, that keeping a page up to date may take: the training needs it more
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -107,7 +107,8 @@ def _follow(runs: Sequence[Path], update: Callable[[float], None], every: float)
     signal.signal(signal.SIGTERM, _interrupt)
     if hasattr(os, "nice"):
         os.nice(10)
-    pause, seen = every, None
+    pause = every
+    seen: list[tuple[str, int, int]] | None = None
     while True:
         now = _state(runs)
         if now != seen:
@@ -117,8 +118,9 @@ def _follow(runs: Sequence[Path], update: Callable[[float], None], every: float)
             except UserError as error:  # a disk that is full for a while, say
                 sys.stderr.write(f"not updated: {error}\n")
             else:
+                # The first page took longer: what draws had to start.
+                pause = every if seen is None else max(every, (time.process_time() - began) / PART)
                 seen = now
-            pause = max(every, (time.process_time() - began) / PART)
         time.sleep(pause)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +304,9 @@ def _fold(key: str, title: str, body: Markup) -> Markup:
 
 
 def _grid(charts: Sequence[Chart], span: Span) -> Markup:
-    return tag("div", *(figure(chart, span) for chart in charts if not chart.empty), class_="grid")
+    """Charts beside each other, without lines and charts that have no points."""
+    kept = [replace(chart, lines=[line for line in chart.lines if len(line.x)]) for chart in charts]
+    return tag("div", *(figure(chart, span) for chart in kept if chart.lines), class_="grid")
 
 
 def _table(heads: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str | None = None) -> Markup:
