@@ -36,7 +36,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 def throttled(root: Path = Path("/")) -> float | None:
     """Seconds that the threads of this process's control group had to stand still for its CPU quota, since it began."""
     found: list[float] = []
-    for folder in _groups(root, "cpu"):
+    for folder in groups(root, "cpu"):
         words = _words(folder / "cpu.stat")
         for name, unit in (("throttled_usec", 1e6), ("throttled_time", 1e9)):  # version 2, version 1
             if name in words[:-1]:
