@@ -172,15 +172,15 @@ import os, time
 
 made = 0
 
-def dying(self, index, out, whole=Images.get_into):
+def dying(self, index, whole=Images.unfinished):
     global made
     made += 1
     if made > 8 and torch.utils.data.get_worker_info() and os.environ.get("RANK", "1") == "1":
         time.sleep(0.2)  # the training process is in the forward pass of its first batch
         os.kill(os.getpid(), {number})
-    return whole(self, index, out)
+    return whole(self, index)
 
-Images.get_into = dying
+Images.unfinished = dying
 """
 
 
