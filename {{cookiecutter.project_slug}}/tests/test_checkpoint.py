@@ -18,6 +18,7 @@ from torch import nn
 from fasttrain import checkpoint
 from fasttrain.clock import HostClock
 from fasttrain.errors import UserError
+from fasttrain.keeper import Keeper
 from fasttrain.run import Run
 from fasttrain.state import State
 from fasttrain.update import Schedule, Update
@@ -46,15 +47,16 @@ def network(classes: int = 3) -> Any:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, classes))
 
 
-def keeper(
-    directory: Path, model: nn.Module, state: State, resume: Path | None = None, **facts: Any
-) -> checkpoint.Keeper:
+def keeper(directory: Path, model: nn.Module, state: State, resume: Path | None = None, **facts: Any) -> Keeper:
     run = Run(0, 0, 1, 1, torch.device("cpu"), dir=directory, resume=resume)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     update = Update(model, optimizer, Schedule(0.1, 10, 0, 0), torch.device("cpu"), dtype=None)
     plain = {"classes": ["a", "b", "c"], "training_samples": 10, "optimizer": "sgd", "effective_batch": 8}
     facts = {**plain, "settings": {"seed": 0}, **facts}
-    return checkpoint.Keeper(run, state, model, update, facts, SimpleNamespace(every_minutes=1e9))
+    settings = SimpleNamespace(
+        every_minutes=1e9, every_steps=None, stop_seconds=20, metric="accuracy", mode="max"
+    )
+    return Keeper(run, state, model, update, facts, settings)
 
 
 def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
