@@ -26,6 +26,7 @@ from fasttrain.checkpoint import load_weights
 from fasttrain.feed import Feed
 from fasttrain.keeper import Keeper
 from fasttrain.metrics import Means
+from fasttrain.resume import fingerprint
 from fasttrain.run import Run, exits_cleanly, start
 from fasttrain.state import State
 from fasttrain.transfer import Batch
@@ -104,6 +105,7 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
     facts = {
         "classes": sets.classes,
         "training_samples": len(sets.train),
+        "training_data": fingerprint(sets.train),
         "optimizer": cfg.optimizer.name,
         "effective_batch": feed.global_batch * cfg.train.accumulate,
         "settings": saved,

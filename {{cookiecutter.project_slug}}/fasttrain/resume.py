@@ -55,6 +55,12 @@ def restore(path: Path, state: State, model: nn.Module, update: Update, facts: M
     )
 
 
+def fingerprint(dataset: Any) -> str | None:
+    """What a data set says of its samples by a method of that name; None if it has none, and nothing is compared."""
+    own = getattr(dataset, "fingerprint", None)
+    return None if own is None else str(own())
+
+
 def _compare(path: Path, content: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
     """Refuse a checkpoint made with other data or another optimizer; name the settings that have changed."""
     saved = content["facts"]
@@ -67,6 +73,14 @@ def _compare(path: Path, content: Mapping[str, Any], facts: Mapping[str, Any]) -
             f"resume={path}: it stands within an epoch of effective batches of {before}, now they are {now}: "
             "batch_size x processes x accumulate must stay the same"
         )
+    before, now = saved.get("training_data"), facts.get("training_data")
+    if before is not None and now is not None and before != now:
+        if content["state"].get("position"):
+            raise UserError(
+                f"resume={path}: it stands within an epoch of other training files (as many, but with other names or "
+                "labels): the rest of the epoch would be other samples. model.weights=... starts from its weights"
+            )
+        logger.warning("{}: other training files than at the checkpoint: as many, but other names or labels", path)
     changed = list(_differences(saved.get("settings", {}), facts["settings"]))
     if changed:
         logger.warning("settings changed since the checkpoint: {}", "; ".join(changed))

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 
 CHUNK = 8 << 20  # bytes between two looks at the parent, and at the disk
 SYNC = 64 << 20  # bytes after which they are sent to the disk: a disk busy for seconds would hold up the data's readers
-SPARE = 16 << 20  # bytes that are left free beyond a checkpoint's own
+SPARE = 1 / 20  # of the file's size, to stay free beside it
 ALIGNED = 64  # the beginning of each tensor in the file, as torch has it
 EVERY = 0.5  # seconds between two looks at the parent while there is nothing to do
 NICE = 10  # a busy core gives the saver a tenth of itself
@@ -54,9 +54,9 @@ def write(
     Raises:
         OSError: the disk is full or can't be written; what stood there before is unharmed.
     """
-    need = len(skeleton) + sum(sizes)
+    need = len(skeleton) + sum(sizes) + 200 * len(sizes)
     free = shutil.disk_usage(path.parent).free
-    if free < need + SPARE:
+    if free < need * (1 + SPARE):
         raise OSError(f"{need / 1e6:,.1f} MB are to be written, {free / 1e6:,.1f} MB are free on the disk")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
