@@ -142,7 +142,6 @@ def test_validation_is_given_up_where_all_ranks_can(ranks: list[Rank]) -> None:
     one._thread.start()
     seen = []
 
-
     def validate() -> None:
         for item in one.until_stopped(range(1000)):
             seen.append(item)
