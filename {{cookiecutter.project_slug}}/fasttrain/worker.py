@@ -31,7 +31,8 @@ class MapDataset(Protocol):
     """A data set with a length and an index: what `Feed` takes.
 
     It may also have ``get_into(index, out)``. `out` is a tuple of arrays, the places in the batch of the items of this
-    sample. An item that it has written there it returns as that same array; the other items are copied.
+    sample. An item that it has written there it returns as that same array; the other items are copied. And it may have
+    ``prefetch(indices)``, which is told what a batch will ask for.
     """
 
     def __len__(self) -> int: ...
@@ -91,6 +92,8 @@ class Samples(Dataset[Any]):
         start = seeding.mix(self.seed, seeding.SAMPLE, epoch)
         used: list[int] = []
         bad: list[Bad] = []
+        if (prefetch := getattr(self.dataset, "prefetch", None)) is not None:
+            prefetch(key.indices)
         try:
             for index in key.indices:
                 seeding.seed_all(index, start=start)
