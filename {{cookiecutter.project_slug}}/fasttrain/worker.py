@@ -34,7 +34,8 @@ AHEAD = 16  # samples that are drawn and read before the first of them is made; 
 class MapDataset(Protocol):
     """A data set with a length and an index: what `Feed` takes.
 
-    It may also have ``unfinished(index)``: the same sample, all its draws made, in which an item may be `Later`.
+    It may also have ``unfinished(index)``: the same sample, all its draws made, in which an item may be `Later`. And it
+    may have ``prefetch(indices)``, which is told what a batch will ask for.
     """
 
     def __len__(self) -> int: ...
@@ -105,6 +106,8 @@ class Samples(Dataset[Any]):
         epoch = key.epoch if self.training else VALIDATION_EPOCH
         used: list[int] = []
         bad: list[Bad] = []
+        if (prefetch := getattr(self.dataset, "prefetch", None)) is not None:
+            prefetch(key.indices)
         try:
             for index, sample in self._drawn(into, epoch, key.indices, meter):
                 try:
