@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
 
 @torch.no_grad()
 def validate(
-    net: nn.Module, batches: Iterable[Batch], prepare: data.Prepare, autocast: torch.autocast
+    net: nn.Module, batches: Iterable[Batch], prepare: data.Prepare, autocast: AbstractContextManager[Any]
 ) -> dict[str, float]:
     """Means over the validation set; each sample counts once, whatever the number of processes."""
     parallel.share_buffers(net)  # all ranks judge the same network

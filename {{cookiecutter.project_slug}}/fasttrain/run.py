@@ -136,7 +136,7 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
     """
     stop = Stop()
     stop.listen()
-    place = _join()
+    place = _join(run.threads)
     place.stop = stop
     with place.stack:
         place.stack.callback(stop.close)
@@ -214,13 +214,15 @@ def _let_rank0_speak(local_rank: int) -> None:
         time.sleep(OTHERS_WAIT)
 
 
-def _join() -> Run:
+def _join(threads: int | None) -> Run:
     """Read the launcher's variables, choose the device, form the process group."""
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if launched else (0, 0, 1, 1)
     device = pick_device(local_rank, local_world)
-    if device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # Not set, or set to 1 by torchrun, which does so whatever the machine has.
         torch.set_num_threads(max(1, machine.cores() // local_world))
     if launched:

@@ -118,7 +118,8 @@ def test_stopped_by_signals_two_processes_end_at_one_step_and_go_on_as_if_nothin
     start: Callable[..., Any], whole: Finished, tmp_path: Path
 ) -> None:
     """First SIGTERM to rank 1 alone, then SIGUSR1 to the launcher; no checkpoint would be due there."""
-    directory, steps = tmp_path / "run", []
+    directory = tmp_path / "run"
+    steps: list[int] = []
     for launcher, number in ((TORCHRUN, signal.SIGTERM), ((*TORCHRUN, SIGNALS), signal.SIGUSR1)):
         with start(directory, "checkpoint.every_steps=1000", launcher=launcher, step=0.1) as process:
             until = time.monotonic() + TIME_LIMIT
