@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from loguru import logger
 
-from fasttrain import dashboard, logs
+from fasttrain import dashboard, logs, profile
 from fasttrain.errors import SettingsError
 from fasttrain.feed import Feed
 from fasttrain.gauges import Gauges
@@ -65,7 +65,7 @@ class Report:
         index, uuid = _nvidia(run.device)
         gauges = run.stack.enter_context(Gauges(self.recorder.event, _disk(settings), index, uuid=uuid))
         self.totals = Totals(run.world)
-        self.watch = Watch(self.recorder, feed.clock, run.started, run.began)
+        self.watch = self._stopwatch(feed)
         run.stack.callback(self.watch.abandon)  # after `end` there is nothing left to abandon
         if run.is_main:
             self.recorder.show_on(self.totals)
@@ -101,6 +101,13 @@ class Report:
         logger.info(f"best {name} {state.best:.4f} in epoch {state.best_epoch + 1}: {where}")
         if best.exists():
             logger.info(f"next: python -m fasttrain evaluate {best}")
+
+    def _stopwatch(self, feed: Feed) -> Watch:
+        run, wish = self.run, self.settings.profile
+        if not profile.wanted(wish, run.rank, run.world):
+            return Watch(self.recorder, feed.clock, run.started, run.began)
+        where = {"directory": run.dir, "rank": run.rank, "steps": wish.steps, "start": wish.start}
+        return profile.ProfilingWatch(self.recorder, feed.clock, run.started, run.began, **where, streams=feed.streams)
 
     def _show_dashboard(self, feed: Feed, state: State, gauges: Gauges) -> None:
         board, train = self.settings.dashboard, self.settings.train
