@@ -60,13 +60,14 @@ class Composed:
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
-        self.loader = lambda index: np.full((32, 32, 3), index, np.uint8)
+        self.loader: Any = lambda index: np.full((32, 32, 3), index, np.uint8)
 
     def __len__(self) -> int:
         return 5
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.transform(self.loader(index)), index
+        made: Any = self.transform(self.loader(index))
+        return made, index
 
 
 def test_members_of_a_composition_are_told_apart(tmp_path: Path) -> None:
@@ -77,7 +78,8 @@ def test_members_of_a_composition_are_told_apart(tmp_path: Path) -> None:
             time.sleep(0.01)
             return inpt
 
-    chain = v2.Compose([v2.ToImage(), v2.RandomHorizontalFlip(), Slow()])
+    compose: Any = v2.Compose
+    chain = compose([v2.ToImage(), v2.RandomHorizontalFlip(), Slow()])
     found = profile_data.measure(Composed(chain), 5, 0, tmp_path)
     assert found["slowest"] == "Slow"
     names = {step["name"]: step["calls"] for step in found["steps"]}
@@ -90,7 +92,7 @@ def test_members_of_a_composition_are_told_apart(tmp_path: Path) -> None:
 def test_a_moment_belongs_to_the_innermost_step_and_timers_are_taken_off(tmp_path: Path) -> None:
     timers = Timers()
     inner = timers.wrap(time.sleep, "inner")
-    outer = timers.wrap(inner.__call__, "outer")
+    outer = timers.wrap(lambda seconds: inner(seconds), "outer")
     outer(0.02)
     assert timers.seconds["inner"] >= 0.02 > timers.seconds["outer"]
     before, dataset = images.load, Composed(list)

@@ -139,7 +139,8 @@ def words(found: dict[str, Any]) -> list[str]:
     ]
     if found["first_ms"] > 1.3 * found["ms"]:
         lines.append(
-            f"The first time a sample took {found['first_ms']:.3f} ms: the disk, until the files are in the page cache."
+            f"The first time a sample took {found['first_ms']:.3f} ms: files not in the page cache yet, or what starts "
+            "on first use."
         )
     return lines
 
