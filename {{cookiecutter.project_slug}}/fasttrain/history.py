@@ -80,6 +80,15 @@ _NEEDED, _OPTIONAL = BatchRecord._fields[:11], BatchRecord._fields[11:]
 _NUMBER, _OR_NOTHING = frozenset((int, float)), frozenset((int, float, type(None)))
 
 
+def last(rank: Rank, seconds: float) -> Rank:
+    """The records of the last so many seconds of one rank, with its events, also those that hold for longer."""
+    if not rank.records:
+        return rank
+    since = rank.records[-1].time - seconds
+    events = [event for event in rank.events if event["time"] >= since or event["event"] in ("loader", "graph")]
+    return Rank(rank.number, [record for record in rank.records if record.time >= since], events)
+
+
 def _record(row: Mapping[str, Any]) -> BatchRecord | None:
     """None for a line of another kind, or one whose values are not numbers."""
     try:

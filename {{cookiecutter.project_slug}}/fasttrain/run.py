@@ -110,7 +110,7 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
         UserError, SettingsError: more processes than GPUs; a run directory that can't be used.
     """
     signal.signal(signal.SIGTERM, _terminate)
-    place = _join()
+    place = _join(run.threads)
     with place.stack:
         place.began, place.settings, place.home = psutil.Process().create_time(), settings, home
         directory, checkpoint, place.started = place.on_rank0(lambda: _claim(run.dir, resume, place.began, home))
@@ -194,13 +194,15 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Stopped(128 + number)
 
 
-def _join() -> Run:
+def _join(threads: int | None) -> Run:
     """Read the launcher's variables, choose the device, form the process group."""
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if launched else (0, 0, 1, 1)
     device = pick_device(local_rank, local_world)
-    if device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # Not set, or set to 1 by torchrun, which does so whatever the machine has.
         torch.set_num_threads(max(1, machine.cores() // local_world))
     if launched:
