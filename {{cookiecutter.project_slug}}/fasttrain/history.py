@@ -16,6 +16,7 @@ import yaml
 from fasttrain.errors import UserError
 from fasttrain.records import BatchRecord
 
+FAR = 1e12  # seconds; no time of an event lies beyond
 BLOCK = 1000  # lines that are parsed at once
 
 
@@ -61,7 +62,11 @@ def read(directory: Path) -> History:
 
 
 def _rank(directory: Path, number: int) -> Rank:
-    events = [row for row in _rows(directory / f"events{number}.jsonl") if "event" in row and "time" in row]
+    events = [
+        row
+        for row in _rows(directory / f"events{number}.jsonl")
+        if isinstance(row.get("event"), str) and type(row.get("time")) in _NUMBER and abs(row["time"]) < FAR
+    ]
     records = [record for row in _rows(directory / f"rank{number}.jsonl") if (record := _record(row))]
     return Rank(number, records, events)
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fasttrain.clock import Clock
 from fasttrain.errors import SettingsError
 from fasttrain.transfer import Batch
-from fasttrain.watch import Sink, Watch
+from fasttrain.watch import NEXT, Sink, Watch
 
 COPY = "copy to device"  # what the copies of batches are called in the trace
 ROWS = 40  # of the table
@@ -69,16 +69,22 @@ class ProfilingWatch(Watch):
         self._done = 0  # batches
         self._first: tuple[int, float] = (0, 0.0)  # step and time at which the profile begins
         self._profiler: Any = None
-        self._step: Any = None  # the name of the step under way
+        self._names: list[Any] = []  # that are open in the trace: the step's, and within it the phase's
 
     def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
         if self._start == self._done == 0:
             self._begin_profile()
-        return super().batches(source)
+        for batch in super().batches(source):
+            self._name_phase("forward")
+            yield batch
+
+    def mark(self, phase: str) -> None:
+        super().mark(phase)
+        self._name_phase(NEXT[phase])
 
     def close(self) -> None:
         if self._profiler is not None:  # fewer batches than were asked for
-            self._name_step(last=True)
+            self._end_profile()
         elif self._done < self._start:
             logger.warning(f"no profile: profile.start={self._start}, but the run had {self._done} batches")
         super().close()
@@ -89,10 +95,13 @@ class ProfilingWatch(Watch):
         if not ended:
             return
         self._done += 1
-        if self._profiler is not None:
-            self._name_step(last=self._done >= self._start + self._steps)
-        elif self._done == self._start:
-            self._begin_profile()
+        if self._profiler is None:
+            if self._done == self._start:
+                self._begin_profile()
+        elif self._done >= self._start + self._steps:
+            self._end_profile()
+        else:
+            self._name_step()
 
     def _begin_profile(self) -> None:
         device = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
@@ -105,18 +114,25 @@ class ProfilingWatch(Watch):
         self._first = (self._noted[0] + 1, self._now())
         self._name_step()
 
-    def _name_step(self, last: bool = False) -> None:
-        """The step's name in the trace ends, and the next one's begins."""
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-        if last:
-            self._end_profile()
-        else:
-            self._step = record_function(f"step {self._noted[0] + 1}")
-            self._step.__enter__()
+    def _name_step(self) -> None:
+        """The next step begins in the trace, with its wait."""
+        self._end_names(0)
+        self._names.append(_begin(f"step {self._noted[0] + 1}"))
+        self._name_phase("wait")
+
+    def _name_phase(self, phase: str) -> None:
+        """The next phase begins in the trace, within the step."""
+        if self._names:
+            self._end_names(1)
+            self._names.append(_begin(phase))
+
+    def _end_names(self, left: int) -> None:
+        while len(self._names) > left:
+            self._names.pop().__exit__(None, None, None)
 
     def _end_profile(self) -> None:
         profiler, self._profiler = self._profiler, None
+        self._end_names(0)
         if self._streams is not None:
             del self._streams.copy  # the class' own again
         first, begin = self._first
@@ -133,6 +149,11 @@ class ProfilingWatch(Watch):
 
     def _now(self) -> float:
         return time.time() - self.started
+
+
+def _begin(name: str) -> Any:
+    """A name in the trace that begins now."""
+    return record_function(name).__enter__()
 
 
 def named(copy: Callable[[Any], Any]) -> Callable[[Any], Any]:

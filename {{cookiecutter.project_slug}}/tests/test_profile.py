@@ -25,6 +25,7 @@ def test_a_table_and_a_trace_of_the_steps_that_were_asked_for(train: Train) -> N
     assert "aten::convolution_backward" in (run.dir / "profile1.txt").read_text()
     trace = json.loads(gzip.decompress((run.dir / "trace1.json.gz").read_bytes()))["traceEvents"]
     assert {"step 4", "step 5"} <= {event.get("name") for event in trace}
+    assert {"wait", "forward", "backward", "optimizer", "other"} <= {event.get("name") for event in trace}
     assert not {"step 3", "step 6"} & {event.get("name") for event in trace}
     events = [json.loads(line) for line in (run.dir / "events1.jsonl").read_text().splitlines()]
     told = [event for event in events if event["event"] == "profile"]

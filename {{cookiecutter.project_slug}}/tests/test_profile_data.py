@@ -28,8 +28,8 @@ class Stain:
 stain = Stain()
 plain = transform
 
-def transform(image, cfg, train, out=None):
-    return stain(plain(image, cfg, train, out))
+def transform(image, cfg, train):
+    return stain(plain(image, cfg, train))
 """
 
 

@@ -38,7 +38,6 @@ ADVICE = {
     "read the store": "data.warm=true keeps it in memory; --format jpeg makes it smaller",
     "decode": "python -m fasttrain pack decodes once and for all",
     "crop and resize": "python -m fasttrain pack --size a little above data.image_size leaves fewer pixels to resize",
-    "into the batch": "a data set that has get_into writes there at once",
 }
 OTHERWISE = "what a whole batch can share belongs in Prepare (data.py), on the device; what never changes can be packed"
 
@@ -150,12 +149,15 @@ def _maker(dataset: MapDataset, first: int, seed: int) -> Any:
     start = seeding.mix(seed, seeding.SAMPLE, 0)
     seeding.seed_all(first, start=start)
     fields = fields_of(dataset[first])
+    slotted = not isinstance(fields, str)
+    source: Any = dataset
+    ahead = slotted and hasattr(dataset, "unfinished")
     places = [] if isinstance(fields, str) else [np.empty((1, *field.shape), field.dtype) for field in fields]
 
     def make(index: int) -> None:
         seeding.seed_all(index, start=start)
         into = Stack() if isinstance(fields, str) else Slot(0, fields, places)
-        into.put(into.read(dataset, index), index)
+        into.put(source.unfinished(index) if ahead else source[index], index)  # looked up here: it may be timed
 
     return make
 

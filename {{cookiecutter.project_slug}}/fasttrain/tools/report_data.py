@@ -101,9 +101,17 @@ def prepare(history: History, name: str) -> RunData:
     seen = [numbers(event["time"] for event in rank.events) for rank in history.ranks]
     times = np.concatenate([np.zeros(1), *seen, *(each["time"] for _, each in ranks)])
     timeline = Timeline.of(times)
-    verdict = judge(history.ranks, history.settings, history.facts)
+    verdict = _judged(history)
     ranks = [(rank, {**each, "time": timeline(each["time"])}) for rank, each in ranks]
     return RunData(name, history, verdict, timeline, ranks, float(np.nanmax(timeline(times))))
+
+
+def _judged(history: History) -> Verdict:
+    try:
+        return judge(history.ranks, history.settings, history.facts)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Of another version, or changed by hand. Curves and tables can be shown all the same.
+        return Verdict((), False, f"these records can't be judged ({type(error).__name__}: {error})")
 
 
 def columns(records: Sequence[BatchRecord]) -> dict[str, Floats]:
