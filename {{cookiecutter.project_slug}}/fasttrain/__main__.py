@@ -12,6 +12,7 @@ COMMANDS = {
     "evaluate": "the metrics of a checkpoint on a split of the data",
     "judge": "what holds a training back: the evidence, and what to change",
     "pack": "decode and shrink a data set once, into one LMDB file that training reads",
+    "profile-data": "what making a sample costs, step by step; names the slowest transform",
     "report": "runs as one HTML page; --watch and --serve follow a training",
 }
 
