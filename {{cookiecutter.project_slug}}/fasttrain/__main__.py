@@ -11,6 +11,7 @@ COMMANDS = {
     "compare": "runs side by side: what was changed and what it brought",
     "evaluate": "the metrics of a checkpoint on a split of the data",
     "pack": "decode and shrink a data set once, into one LMDB file that training reads",
+    "tune": "the fastest workers, prefetch and threads, found and proven by measurement, written into config.yaml",
 }
 
 
