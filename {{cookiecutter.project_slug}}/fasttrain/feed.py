@@ -16,14 +16,14 @@ import torch
 from loguru import logger
 from torch.utils.data import DataLoader, Sampler
 
-from fasttrain import seeding
+from fasttrain import machine, seeding
 from fasttrain.clock import Clock, clock_of
 from fasttrain.errors import SettingsError, UserError
 from fasttrain.logs import WorkerLog
 from fasttrain.sampler import BatchKey, GlobalOrderSampler, TrainingBatches, ValidationBatches, batch_count
 from fasttrain.skips import Skips
 from fasttrain.slots import CudaPinning, Field, Slots, fields_of
-from fasttrain.transfer import Batch, CudaStreams, to_device
+from fasttrain.transfer import Batch, CudaStreams, leaves, to_device
 from fasttrain.worker import Failed, MapDataset, Samples, WorkerInit, as_it_is, lost_worker
 
 PROBES = 64  # samples that are tried for one that can be read, which decides what a slot is
@@ -69,6 +69,7 @@ class Feed:
         self._next = (0, 0)  # epoch and position at which the stream stands
         self._val_loader: DataLoader[Any] | None = None
         self._unfit: str | None = None  # why batches are handed over without slots
+        self._event: Callable[..., None] | None = None
         self._check_sizes(len(train), len(val))
 
     @cached_property
@@ -112,8 +113,8 @@ class Feed:
         return (batch for batch in to_device(loaded, self.device, self.clock, self.streams) if batch.size)
 
     def tell(self, event: Callable[..., None]) -> None:
-        """Where events about skipped samples go: `records.Recorder.event`."""
-        self.train_skips.event = self.val_skips.event = event
+        """Where events about skipped samples and the loader itself go: `records.Recorder.event`."""
+        self.train_skips.event = self.val_skips.event = self._event = event
 
     def ready(self) -> int | None:
         """Batches that lie ready; None without workers."""
@@ -141,8 +142,27 @@ class Feed:
             batch = next(batches)
             self.taken += 1
             batch.ready = ready
+            if self._event is not None:
+                self._describe(batch, self._event)
+                self._event = None
             self._next = (batch.epoch, batch.end) if batch.number < batch.last else (batch.epoch + 1, 0)
             yield batch
+
+    def _describe(self, batch: Batch, event: Callable[..., None]) -> None:
+        """What the verdict has to know of the loader, said once, with the first batch."""
+        slots, tensors = self.train_samples.slots, list(leaves(batch.tensors))
+        event(
+            "loader",
+            workers=self.workers,
+            slots=slots is not None,
+            why_no_slots=self._unfit,
+            pinned=slots.pinned if slots is not None else all(tensor.is_pinned() for tensor in tensors),
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            types=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            device=self.device.type,
+            ranks=self.world,
+            **machine.limits(),
+        )
 
     def _told(self, failed: Failed) -> UserError:
         """The error that a worker met, with what to do."""

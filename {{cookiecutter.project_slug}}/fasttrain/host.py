@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from fasttrain import machine
+from fasttrain.effort import private_memory
 
 UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 
@@ -35,6 +36,9 @@ class Host:
             "memory_total": lambda: memory()[1],
             "rss": lambda: self._process.memory_info().rss,
             "open_files": self._open_files,
+            "private": lambda: private_memory(self._process),
+            "process_cpu": lambda: sum(self._process.cpu_times()[:2]),
+            "throttled": machine.throttled,
             "disk": self._throughput,
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 
 def cores(root: Path = Path("/")) -> int:
@@ -30,6 +31,36 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
         if limit and limit[0] not in ("max", "-1") and period > 0:
             quotas.append(float(limit[0]) / period)
     return min(quotas, default=None)
+
+
+def throttled(root: Path = Path("/")) -> float | None:
+    """Seconds that the threads of this process's control group had to stand still for its CPU quota, since it began."""
+    found: list[float] = []
+    for folder in groups(root, "cpu"):
+        words = _words(folder / "cpu.stat")
+        for name, unit in (("throttled_usec", 1e6), ("throttled_time", 1e9)):  # version 2, version 1
+            if name in words[:-1]:
+                found.append(int(words[words.index(name) + 1]) / unit)
+    return max(found, default=None)
+
+
+def limits() -> dict[str, Any]:
+    """Cores, CPU quota, training processes on this machine, most open files: what the verdict has to know."""
+    return {
+        "cores": cores(),
+        "quota": cpu_quota(),
+        "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "most_files": _most_files(),
+    }
+
+
+def _most_files() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def default_workers(processes: int) -> int:

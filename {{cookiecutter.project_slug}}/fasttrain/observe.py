@@ -13,6 +13,7 @@ from fasttrain import dashboard, logs
 from fasttrain.errors import SettingsError
 from fasttrain.feed import Feed
 from fasttrain.gauges import Gauges
+from fasttrain.looks import Looks
 from fasttrain.records import PHASES, BatchRecord, Recorder
 from fasttrain.run import Run
 from fasttrain.state import State
@@ -67,6 +68,7 @@ class Report:
         self.totals = Totals(run.world)
         self.watch = Watch(self.recorder, feed.clock, run.started, run.began)
         run.stack.callback(self.watch.abandon)  # after `end` there is nothing left to abandon
+        run.stack.enter_context(Looks(self.recorder.event, lambda: self.watch.doing))
         if run.is_main:
             self.recorder.show_on(self.totals)
             self._show_dashboard(feed, state, gauges)

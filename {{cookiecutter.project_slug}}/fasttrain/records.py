@@ -50,6 +50,13 @@ class BatchRecord(NamedTuple):
     ready: int | None = None  # batches ready in the loader when this one was asked for
     host_wall: float | None = None  # on a device with a queue of its own: the same batch on the host's clock
     host_wait: float | None = None  # and how long the host waited for the loader
+    behind: int | None = None  # batches before this one that the device had not ended when the host was through with it
+    backward_cpu: float | None = None  # on a CPU: seconds of the backward phase in which this thread ran
+    made_cpu: float | None = None  # of `made`: seconds on a core
+    made_queued: float | None = None  # ready to run, without a core
+    assembly: float | None = None  # putting the samples together
+    slowest: float | None = None  # sample
+    tail: float | None = None  # in samples that took several times the batch's median one
 
 
 class View(Protocol):

@@ -22,11 +22,20 @@ from typing import Any, Protocol
 import torch
 
 from fasttrain.clock import Clock, HostClock, Stamp
+from fasttrain.graph import operations
 from fasttrain.records import PHASES, BatchRecord
 from fasttrain.transfer import Batch
 
 MARKS = frozenset(("forward", "backward", "optimizer", "other"))
 _NOTHING = dict.fromkeys(("wall", *PHASES), 0.0)  # until the device has passed the batch's end
+NEXT = {
+    "wait": "forward",
+    "forward": "backward",
+    "backward": "optimizer",
+    "optimizer": "other",
+    "other": "wait",
+    "pause": "wait",
+}
 MOST_PENDING = 256  # batches whose events have not passed; more means that nothing ever passes
 
 
@@ -66,6 +75,9 @@ class Watch:
         self._pending: deque[_Timed] = deque()
         self._runs_behind = not isinstance(clock, HostClock)  # the host's times are then other ones, kept beside
         self._host_end = self._host_wait = 0.0
+        self._cpu_at = self._backward_cpu = 0.0
+        self.paused: str | None = None
+        self._uncounted = 2  # batches until the operations of a step are counted: a first one may be a special one
 
     def batches(self, source: Iterable[Batch]) -> Iterator[Batch]:
         """Hand on the batches; the time from asking to getting one is its wait (and copy, where the device copies)."""
@@ -93,9 +105,28 @@ class Watch:
         if phase not in MARKS:
             raise ValueError(f"no phase is called {phase!r}: use one of {', '.join(sorted(MARKS))}")
         self._segments.append((phase, self.clock.stamp()))
+        if not self._runs_behind:
+            before, self._cpu_at = self._cpu_at, time.thread_time()
+            if phase == "backward":
+                self._backward_cpu = self._cpu_at - before
+
+    @property
+    def doing(self) -> str:
+        """The phase that runs now, for who looks from another thread: the one that usually follows the last mark."""
+        if self.paused is not None:
+            return "pause"
+        try:
+            last = self._segments[-1][0]
+        except IndexError:
+            return "wait"
+        return NEXT[last]
 
     def note(self, step: int, loss: torch.Tensor, lr: float) -> None:
         """What else the record of this batch says. The loss stays a tensor: its value is read later, elsewhere."""
+        if self._uncounted:
+            self._uncounted -= 1
+            if not self._uncounted and loss.grad_fn is not None:
+                self.sink.event("graph", operations=operations(loss))
         loss = loss.detach()
         if loss.device.type != "cpu":
             host = torch.empty((), dtype=loss.dtype, pin_memory=loss.device.type == "cuda")
@@ -110,10 +141,11 @@ class Watch:
             return
         self.clock.settle()
         self._segments.append(("other", self.clock.stamp()))
-        began = time.perf_counter()
+        began, self.paused = time.perf_counter(), name
         try:
             yield
         finally:
+            self.paused = None
             self.clock.settle()
             self._segments.append(("pause", self.clock.stamp()))
             seconds = time.perf_counter() - began
@@ -136,9 +168,13 @@ class Watch:
         if self._batch is None:
             return
         end, host_end = self.clock.stamp(), time.perf_counter()
+        if self._runs_behind:
+            self._send_passed()
         self._segments.append(("other", end))
         step, loss, lr = self._noted
-        batch = self._batch
+        batch, effort = self._batch, self._batch.effort
+        if batch.usage is not None:
+            self.sink.event("worker", **batch.usage._asdict())
         record = BatchRecord(
             epoch=batch.epoch,
             step=step,
@@ -152,6 +188,13 @@ class Watch:
             ready=batch.ready,
             host_wall=host_end - self._host_end if self._runs_behind else None,
             host_wait=self._host_wait if self._runs_behind else None,
+            behind=len(self._pending) if self._runs_behind else None,
+            backward_cpu=None if self._runs_behind else self._backward_cpu,
+            made_cpu=effort and effort.cpu,
+            made_queued=effort and effort.queued,
+            assembly=effort and effort.assembly,
+            slowest=effort and effort.slowest,
+            tail=effort and effort.tail,
         )
         self._pending.append(_Timed(self._begin, self._segments, batch.copied, record))
         self._begin, self._segments, self._batch, self._noted = end, [], None, (step, None, None)
