@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     if os.environ.get("RANK", "0") != "0":
         return 0  # rank 0 drives, and starts as many processes itself
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     file = project.HOME / "config.yaml"
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
     began = time.monotonic()
@@ -98,7 +98,7 @@ def tune(overrides: Sequence[str], folder: Path, processes: int, seconds: float,
     changes: dict[str, Any] = {}
     if batch_size:
         changes |= _batch_size(overrides, folder, processes, cfg.data.batch_size, say)
-    start, chosen = _sweep([*overrides, *_arguments(changes)], folder, processes, seconds / 2, say)
+    start, chosen = _sweep([*overrides, *arguments_of(changes)], folder, processes, seconds / 2, say)
     values |= dict(zip(KEYS, (cfg.data.workers, cfg.data.prefetch_factor, cfg.run.threads), strict=True))
     changes |= {key: new for key, old, new in zip(KEYS, start, chosen, strict=True) if old != new}
     outcome = Outcome([], values={key: values[key] for key in changes})
@@ -108,7 +108,7 @@ def tune(overrides: Sequence[str], folder: Path, processes: int, seconds: float,
         say("result    nothing that was tried is faster: the settings stay")
         return outcome
     say("proving   " + ", ".join(_arrow(key, values[key], new) for key, new in changes.items()) + ", by real runs")
-    outcome.proof = _prove(runs, _arguments(changes), outcome, say)
+    outcome.proof = _prove(runs, arguments_of(changes), outcome, say)
     if outcome.proof.accepted:
         outcome.changes = changes
     say(f"result    {outcome.proof}: {'accepted' if outcome.changes else 'not enough, the settings stay'}")
@@ -239,7 +239,8 @@ def _conclude(outcome: Outcome, file: Path, dry_run: bool, say: Say) -> None:
     say(f"{file.name}: " + ", ".join(_arrow(k, outcome.values[k], v) for k, v in outcome.changes.items()))
 
 
-def _arguments(changes: Mapping[str, Any]) -> list[str]:
+def arguments_of(changes: Mapping[str, Any]) -> list[str]:
+    """As on the command line."""
     return [f"{key}={value}" for key, value in changes.items()]
 
 
@@ -247,5 +248,6 @@ def _arrow(key: str, old: Any, new: Any) -> str:
     return f"{key}: {printable(old)} -> {printable(new)}"
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
+def terminate(number: int, frame: FrameType | None) -> None:
+    """For SIGTERM: end as with Ctrl-C, so that nothing is left behind."""
     raise Stopped(128 + number)
