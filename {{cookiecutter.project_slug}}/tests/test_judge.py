@@ -1,4 +1,4 @@
-"""The verdict: on trainings on paper every cause is named, healthy ones are left alone, and more of a fault stays it."""
+"""The verdict: on paper every cause is named, healthy ones are left alone, and more of a fault stays one."""
 
 from __future__ import annotations
 
