@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import pickle
 import time
-import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from loguru import logger
 from torch import nn
 
-from fasttrain.errors import UserError
+from fasttrain.errors import UserError, printable
 from fasttrain.parallel import unwrap
 from fasttrain.run import Run
 from fasttrain.state import State
@@ -71,9 +70,9 @@ def load(path: str | Path) -> dict[str, Any]:
     except pickle.UnpicklingError:
         text = "not loaded: it is damaged, or holds other things than tensors, numbers and texts"
         raise UserError(f"{path}: {text}") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # what is in a damaged or hostile file makes PyTorch's reader raise almost anything
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path}: not a readable checkpoint, cut off or damaged ({reason[:200]})") from None
+        raise UserError(f"{path}: not a readable checkpoint, cut off or damaged ({printable(reason, 200)})") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a checkpoint: holds a {type(content).__name__}, expected a dictionary")
     return content
@@ -103,7 +102,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """
     content = load(path)
     own, found = unwrap(model).state_dict(), content.get("model", content)
-    if not isinstance(found, dict):
+    plain = isinstance(found, dict) and all(isinstance(name, str) for name in found)
+    if not plain or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise UserError(f"model.weights={path}: holds no weights by name")
     weights = clean_keys(found, own)
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
@@ -121,7 +121,10 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         weights[name] = own[name]
     if other:
         logger.warning("{}: {} have another shape (classes?) and start fresh", path, ", ".join(other))
-    unwrap(model).load_state_dict(weights)
+    try:
+        unwrap(model).load_state_dict(weights)
+    except (RuntimeError, TypeError, ValueError) as error:  # tensors without data, or in a form that can't be copied
+        raise UserError(f"model.weights={path}: can't be used: {printable(' '.join(str(error).split()), 300)}") from None
 
 
 class Keeper:
