@@ -160,4 +160,5 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     try:
         unwrap(model).load_state_dict(weights)
     except (RuntimeError, TypeError, ValueError) as error:  # tensors without data, or in a form that can't be copied
-        raise UserError(f"model.weights={path}: can't be used: {printable(' '.join(str(error).split()), 300)}") from None
+        reason = printable(" ".join(str(error).split()), 300)
+        raise UserError(f"model.weights={path}: can't be used: {reason}") from None
