@@ -7,6 +7,7 @@ lies on, and the memory of a large data set then grows by the number of workers.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -74,6 +75,13 @@ class Listing:
         """Differs after the file was changed. Raises: OSError."""
         found = os.stat(self.path(index))
         return f"{found.st_size} {found.st_mtime_ns}"
+
+    def fingerprint(self) -> str:
+        """The same for the same files in the same order with the same labels, wherever the folder lies."""
+        digest = hashlib.blake2b(self.names, digest_size=16)
+        for numbers in (self.starts, self.lengths, self.labels):
+            digest.update(np.ascontiguousarray(numbers).data)
+        return digest.hexdigest()
 
     def subset(self: Self, indices: Sequence[int] | NDArray[np.int64]) -> Self:
         """The images at `indices`, in that order; the block of paths is shared, not copied."""

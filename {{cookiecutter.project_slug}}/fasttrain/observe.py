@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,11 @@ class Totals:
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def batches(self, records: list[BatchRecord]) -> None:
-        for record in records:
-            self.seen += 1
-            if self.seen > WARM_UP:
-                self.images += record.images
-                for phase in PHASES:
-                    self.seconds[phase] += getattr(record, phase)
+        counted = records[max(0, WARM_UP - self.seen) :]
+        self.seen += len(records)
+        self.images += sum(record.images for record in counted)
+        for phase in PHASES:
+            self.seconds[phase] += sum(map(attrgetter(phase), counted))
 
     def event(self, event: dict[str, Any]) -> None:
         return None

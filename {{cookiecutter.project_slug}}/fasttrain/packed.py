@@ -96,15 +96,15 @@ class Store:
 def read_picture(root: str, kind: str, name: bytes) -> Picture:
     """`Store.picture` for who keeps only the folder and the kind."""
     value = read_value(root, name)
+    if value is not None and kind == "raw" and len(value) > SHAPE.size:
+        height, width = SHAPE.unpack_from(value)
+        if height and width and len(value) == SHAPE.size + 3 * height * width:
+            return Picture.of(np.frombuffer(value, np.uint8, offset=SHAPE.size).reshape(height, width, 3))
     shown = os.path.join(root, os.fsdecode(name))
     if value is None:
         raise ImageError(shown, "isn't in the packed store: pack it anew")
     if kind == "jpeg":
         return Picture(bytes(value), shown)
-    if len(value) > SHAPE.size:
-        height, width = SHAPE.unpack_from(value)
-        if height and width and len(value) == SHAPE.size + 3 * height * width:
-            return Picture.of(np.frombuffer(value, np.uint8, offset=SHAPE.size).reshape(height, width, 3))
     raise ImageError(shown, f"is damaged in the packed store ({len(value)} bytes that are no raw image): pack it anew")
 
 

@@ -127,7 +127,7 @@ def predict(source: Source, form: Form, out: Path, done: int) -> None:
 def _seconds(picture: Callable[[], Picture], size: int) -> float:
     """What one training sample costs: reading, random crop, resize."""
     began = time.perf_counter()
-    images.random_resized_crop(picture(), min(224, size), (0.08, 1.0), rng=random.Random(0))
+    images.random_resized_crop(picture(), min(224, size), (0.08, 1.0), rng=random.Random(0)).pixels()
     return time.perf_counter() - began
 
 
