@@ -16,9 +16,10 @@ _TEXTS = r"""
 !x  &a [*a, *a]  &a  *a
 ${oc.env:HOME}  ${oc.env:NONE_SUCH}  ${oc.env:HOME,}  ${oc.create:{a: 1}}  ${oc.decode:1}  ${oc.deprecated:seed}  ${seed}
 ${run.dir}  ${data.path}${data.path}  ${${seed}}  ${  }  ???  null  ~  true  off  1e999  -1e-999  .inf  nan  0x10  0o17
-1_000  1:30  2001-01-01  []  {}  [[1]]  {a: b}  ? a  - - -  ---  ...  %YAML 1.1  |  >  "  '  "\U00110000"  "\x00"  #  :
+1_000  1:30  2001-01-01  []  {}
+x{a,b}.tar  [[1]]  {a: b}  ? a  - - -  ---  ...  %YAML 1.1  |  >  "  '  "\U00110000"  "\x00"  #  :
 __class__: x  a.b: 1  ../../x  ~root/x  data:  run: {dir: x}  seed: 1  -  /dev/zero  http://x/{0..9}.tar
-<<: *a  x{a,b}.tar
+<<: *a
 """
 TOKENS = [token for line in _TEXTS.splitlines() for token in line.split("  ") if token]
 TOKENS += ["\t", "\0", "\x85", "\u2028", "\ufeff", "\r", "\ud7ff", "9" * 50, "9" * 5000]

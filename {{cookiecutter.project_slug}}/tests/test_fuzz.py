@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from fasttrain.errors import UserError
 pytest.importorskip("webdataset")
 
 
-@pytest.mark.parametrize(("name", "count"), [("settings", 60), ("checkpoint", 150), ("store", 300), ("tar", 300)])
+@pytest.mark.parametrize(("name", "count"), [("settings", 60), ("checkpoint", 100), ("store", 300), ("tar", 300)])
 def test_hostile_input_ends_in_one_line_or_in_success(name: str, count: int) -> None:
     outcome = fuzz.run(name, count, seed=1)
     assert not outcome.bad
@@ -44,7 +45,7 @@ class Faulty(Settings):
         if self.number == 3:
             os.system("true")
         if self.number == 4:
-            (folder.parent / "evil").touch()
+            (folder.parent / "evil").write_text("")
         if self.number == 5:
             shutil.rmtree(folder.parent / "valid")
         if self.number == 6:
@@ -59,9 +60,9 @@ def test_what_it_looks_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz, "CPU_SECONDS", 0.5)
     monkeypatch.setattr(fuzz, "TOGETHER", 6)
     outcome = fuzz.run("faulty", 6)
-    found = [text.split(" ")[0] + " " + text.split(" ")[1] for text in outcome.bad.values()]
+    found = [re.match(r"\w+(: [\w.]+| \w+)?", text)[0] for text in outcome.bad.values()]  # type: ignore[index]
     assert found == [
-        "KeyError 'from",
+        "KeyError",
         "not one",
         "forbidden: os.system",
         "forbidden: open",
