@@ -94,6 +94,13 @@ class Dashboard:
     tensorboard: bool = value()
 
 
+@dataclass
+class Profile:
+    steps: int | None = value(low=1)  # batches
+    start: int = value(low=0)  # batches before them
+    ranks: list[int] = value(low=0)
+
+
 @dataclass(kw_only=True)  # a type checker takes value() for a default, after which the sections would need one
 class Config:
     """All of it: what settings.load returns, and what `cfg` is in train.py."""
@@ -108,3 +115,4 @@ class Config:
     optimizer: Optimizer
     checkpoint: Checkpoint
     dashboard: Dashboard
+    profile: Profile

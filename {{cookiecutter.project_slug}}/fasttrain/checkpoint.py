@@ -79,12 +79,12 @@ def verify(path: Path) -> None:
     except (OSError, zipfile.BadZipFile, RuntimeError, ValueError, EOFError, struct.error) as error:
         raise _unreadable(path, error) from None
     if damaged is not None:
-        raise UserError(f"{path}: damaged: the checksum of its part {printable(damaged, 100)} does not match")
+        raise UserError(f"{path}: damaged: the checksum of its part {damaged} does not match")
 
 
 def _unreadable(path: str | Path, error: Exception) -> UserError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return UserError(f"{path}: not a readable checkpoint, cut off or damaged ({printable(reason, 200)})")
+    return UserError(f"{path}: not a readable checkpoint, cut off or damaged ({reason[:200]})")
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -160,4 +160,5 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     try:
         unwrap(model).load_state_dict(weights)
     except (RuntimeError, TypeError, ValueError) as error:  # tensors without data, or in a form that can't be copied
-        raise UserError(f"model.weights={path}: {printable(' '.join(str(error).split()), 300)}") from None
+        reason = printable(" ".join(str(error).split()), 300)
+        raise UserError(f"model.weights={path}: can't be used: {reason}") from None

@@ -79,10 +79,12 @@ def find(side: Side, settings: Mapping[str, Any]) -> list[Finding]:
     if sure < SURE:
         return []
     supply = _supply(side, share, sure, late)
+    if supply.workers and (supply.made - supply.queued) / supply.workers <= ENOUGH * supply.rest and crowded(side):
+        return []  # it would do, had other processes not taken the cores: they are named elsewhere
     for cause in (_no_workers, _epoch_start, _hand_over, _slow_worker, _jitter, _quota, _collate, _disk, _few_workers):
         if (found := cause(supply, settings)) is not None:
             return [found]
-    return [_transforms(supply, settings)]
+    return [_transforms(supply, settings)] if supply.every > ENOUGH * supply.rest else [_taking(supply)]
 
 
 def _late(record: BatchRecord, side: Side) -> float:
@@ -201,6 +203,23 @@ def _hand_over(supply: Supply, settings: Mapping[str, Any]) -> Finding | None:
         "batches lie ready, but taking them costs: each comes through new shared memory",
         f"{fmean(ready):.1f} batches ready on average; without slots, since {loader.get('why_no_slots')}",
         "in data.py return a tuple of arrays and numbers of fixed shape from [index]: batches then lie in shared slots",
+    )
+
+
+def crowded(side: Side) -> bool:
+    """Whether the training thread itself often stood in the queue for a core."""
+    return side.thread is not None and side.thread[2] > 0.15 * side.thread[0]
+
+
+def _taking(supply: Supply) -> Finding:
+    """The supply would do, and yet there are waits."""
+    return _finding(
+        supply,
+        "hand_over",
+        "taking a batch costs time although the workers make them fast enough",
+        "the workers are done in time",
+        "raise data.prefetch_factor; if that doesn't help, look at what else keeps the training process busy "
+        "(threads of its own, garbage collection)",
     )
 
 

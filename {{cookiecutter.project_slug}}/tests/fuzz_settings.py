@@ -14,7 +14,8 @@ from fasttrain import settings
 _TEXTS = r"""
 !!python/object/apply:os.system ['touch ../x']  !!python/name:os.system  !!binary aGk=
 !x  &a [*a, *a]  &a  *a
-${oc.env:HOME}  ${oc.env:NONE_SUCH}  ${oc.env:HOME,}  ${oc.create:{a: 1}}  ${oc.decode:1}  ${oc.deprecated:seed}  ${seed}
+${oc.env:HOME}  ${oc.env:NONE_SUCH}  ${oc.env:HOME,}  ${oc.create:{a: 1}}  ${oc.decode:1}  ${seed}
+${oc.deprecated:seed}
 ${run.dir}  ${data.path}${data.path}  ${${seed}}  ${  }  ???  null  ~  true  off  1e999  -1e-999  .inf  nan  0x10  0o17
 1_000  1:30  2001-01-01  []  {}
 x{a,b}.tar  [[1]]  {a: b}  ? a  - - -  ---  ...  %YAML 1.1  |  >  "  '  "\U00110000"  "\x00"  #  :

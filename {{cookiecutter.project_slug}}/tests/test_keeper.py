@@ -88,6 +88,14 @@ def save_epoch(one: Keeper, accuracy: float = 0.5, improved: bool = False, event
     wait(one)
 
 
+def saver_of(one: Keeper) -> int:
+    """The saver's process number."""
+    assert one.writer is not None
+    assert one.writer._saver is not None
+    assert one.writer._saver.process is not None
+    return one.writer._saver.process.pid
+
+
 def files(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
@@ -121,13 +129,13 @@ def test_the_snapshot_is_of_the_moment_whatever_the_training_does_meanwhile(
     before = {name: value.clone() for name, value in one.model.state_dict().items()}
     one.writer.prepare({"x": torch.zeros(10_000)})  # type: ignore[union-attr]
     wait(one)
-    os.kill(one.writer._saver.process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    os.kill(saver_of(one), signal.SIGSTOP)
     one.save_epoch(watch(), {"accuracy": 0.5}, True)
     assert one.writer.busy  # type: ignore[union-attr]
     with torch.no_grad():
         for parameter in one.model.parameters():
             parameter.zero_()
-    os.kill(one.writer._saver.process.pid, signal.SIGCONT)  # type: ignore[union-attr]
+    os.kill(saver_of(one), signal.SIGCONT)
     wait(one)
     for name, value in checkpoint.load(tmp_path / "best.pt")["model"].items():
         assert torch.equal(value, before[name])
@@ -186,13 +194,12 @@ def test_last_is_written_by_steps(make: Make, tmp_path: Path) -> None:
 def test_one_save_is_in_flight_and_another_that_is_due_waits_for_a_later_step(make: Make, tmp_path: Path) -> None:
     one = make(every_steps=1)
     save_epoch(one)
-    process = one.writer._saver.process  # type: ignore[union-attr]
-    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(saver_of(one), signal.SIGSTOP)
     for step in (1, 2, 3):
         one.state.step = step
         one.save_last_if_due(watch())
     one.save_epoch(watch(), {"accuracy": 0.1}, False)
-    os.kill(process.pid, signal.SIGCONT)
+    os.kill(saver_of(one), signal.SIGCONT)
     wait(one)
     assert checkpoint.load(tmp_path / "last.pt")["state"]["step"] == 1
     one.finish(watch())
@@ -229,9 +236,7 @@ def test_a_disk_that_fills_up_costs_the_save_and_not_the_training(
 ) -> None:
     one, events = make(state=State(step=1)), Events()
     save_epoch(one, 0.5, improved=True)
-    assert one.writer is not None
-    assert one.writer._saver is not None
-    with files_limited(one.writer._saver.process.pid, 1000):  # type: ignore[union-attr]
+    with files_limited(saver_of(one), 1000):
         one.state.step = 2
         save_epoch(one, 0.9, improved=True, events=events)
     for name in ("best.pt", "last.pt"):
@@ -276,11 +281,10 @@ def test_free_space_is_looked_at_before(make: Make, tmp_path: Path, logged: list
 def test_a_killed_saver_is_said_and_started_again(make: Make, tmp_path: Path, logged: list[str]) -> None:
     one = make()
     save_epoch(one)
-    process = one.writer._saver.process  # type: ignore[union-attr]
-    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(saver_of(one), signal.SIGSTOP)
     one.state.step = 1
     one.save_epoch(watch(), {"accuracy": 0.5}, True)
-    process.kill()
+    os.kill(saver_of(one), signal.SIGKILL)
     wait(one)
     assert any("best.pt: not saved at step 1 (the saver" in line and "none yet" in line for line in logged)
     save_epoch(one, improved=True)

@@ -74,6 +74,7 @@ def make(path: Path, batches: int = 60, ranks: int = 2, workers: int = 2) -> Pat
     put(path / "events0.jsonl", [*gauges, *metrics, event("pause", name="validation", seconds=1.5)])
     (path / "config.yaml").write_text(f"seed: 0\ndata: {{workers: {workers}, path: x}}\nrun: {{dir: {path.name}}}\n")
     (path / "run.json").write_text(json.dumps({"world_size": ranks, "device": "a device", "started": 1.7e9}))
+    (path / "profile0.txt").write_text("aten::add 12.5%\n")
     (path / "rank0.log").write_text("2026-01-01 00:00:00.000 WARNING  rank 0 | disk is slow\n")
     return path
 
@@ -107,7 +108,16 @@ def test_one_page_tells_all_of_a_run_and_fetches_nothing(tmp_path: Path, verdict
     assert report.main([str(run)]) == 0
     text = (run / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    for words in ("few workers", "data.workers: 2 -> 6", "42%", "90% sure", "disk is slow", "a device", "rank 1"):
+    for words in (
+        "few workers",
+        "data.workers: 2 -> 6",
+        "42%",
+        "90% sure",
+        "disk is slow",
+        "a device",
+        "aten::add",
+        "rank 1",
+    ):
         assert words in page.words, words
     titles = ("Time of a batch", "Throughput", "Loss", "accuracy", "Learning rate", "CPU", "Memory", "GPU utilisation")
     for title in titles:

@@ -71,8 +71,8 @@ def run(ranks: list[Rank], gate: threading.Barrier | None, signals: dict[int, in
         rank.stop._thread.start()
         thread.start()
     time.sleep(0.05)
-    for rank, number in signals.items():
-        ranks[rank].signal(number)
+    for number_of, number in signals.items():
+        ranks[number_of].signal(number)
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive(), "it hangs"

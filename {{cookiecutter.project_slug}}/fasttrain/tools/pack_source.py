@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 import simplejpeg
 
+from fasttrain import images
 from fasttrain.errors import UserError
 from fasttrain.folder import Listing, printable
 from fasttrain.images import ImageError, Picture, Pixels
@@ -97,6 +98,7 @@ class Part:
 
             seeding.seed_all(0, seeding.SAMPLE, 0, index)  # what is packed can be made again and compared
             picture, label = self.data[index][:2]
+            picture = images.finished(picture)
         if not isinstance(picture, Picture):
             picture = _as_picture(picture, f"{self.name} {index}")
         return picture, int(label)

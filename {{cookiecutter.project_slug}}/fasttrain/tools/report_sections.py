@@ -20,6 +20,7 @@ from fasttrain.tools.report_data import (
     RunData,
     gauge,
     number,
+    numbers,
     shares,
     stacked,
     thinned,
@@ -194,9 +195,10 @@ def machine(runs: Sequence[RunData], span: Span) -> Markup:
 def busiest(run: RunData) -> tuple[Floats, Floats]:
     """Times, and the load of the core that was busiest."""
     rows = [event for event in run.events("gauges") if isinstance(event.get("cores"), list) and event["cores"]]
-    peaks = [float(np.nanmax([number(core) for core in event["cores"]] + [-1.0])) for event in rows]
-    values = np.array(peaks)
-    return run.timeline(_times(rows)), np.where(values < 0, np.nan, values)
+    peaks = numbers(
+        max((core for core in event["cores"] if type(core) in (int, float)), default=None) for event in rows
+    )
+    return run.timeline(_times(rows)), peaks
 
 
 def ranks(run: RunData, named: bool) -> Markup | None:
@@ -249,6 +251,10 @@ def settings(runs: Sequence[RunData]) -> Markup:
             _fold(f"facts-{i}", "Versions, device, command", _table(["fact", "value"], facts)),
             _fold(f"pauses-{i}", "Pauses", _pauses(run)),
             _fold(f"log-{i}", *_log(run.history.directory)),
+            *(
+                _fold(f"profile-{i}-{at}", f"Costliest operations ({path.name})", _text(path))
+                for at, path in enumerate(sorted(run.history.directory.glob("profile*.txt"))[:4])
+            ),
         ]
     return _section("settings", "Settings and log", *parts)
 
@@ -293,6 +299,11 @@ def _log(directory: Path) -> tuple[str, Markup]:
     shown = [line[:1000] for line in sorted(lines)[-LOG_LINES:]]
     body = tag("pre", "\n".join(shown), tabindex="0") if shown else tag("p", "None.", class_="none")
     return f"Warnings and errors in the log ({len(lines)})", body
+
+
+def _text(path: Path) -> Markup:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return tag("pre", file.read(LOG_BYTES // 8), class_="wide-text", tabindex="0")
 
 
 def _section(key: str, title: str, *children: Any) -> Markup:
@@ -344,7 +355,7 @@ def _without_range(line: Line) -> Line:
 
 
 def _times(events: Sequence[Mapping[str, Any]]) -> Floats:
-    return np.array([number(event["time"]) for event in events])
+    return numbers(event["time"] for event in events)
 
 
 def _short(value: Any) -> str:
