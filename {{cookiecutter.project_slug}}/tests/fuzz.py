@@ -1,9 +1,11 @@
-"""Hostile input by the thousand: ``python tests/fuzz.py [--count 10000] [--seed 0] [--only tar]``, or ``make fuzz``.
+"""Hostile input by the thousand: ``make fuzz``, or ``PYTHONPATH=. python tests/fuzz.py [--count 10000] [--only tar]``.
 
-Each input is a valid file changed at random (fuzz_inputs.py), read as a training would read it. It has to end in success
-or in one line of a UserError. A crash, a hang, any other exception, a program started, a connection made, or a file
-written outside of the folder given is a finding, named by target, seed and number, so that it can be made again:
-``--only tar --seed 0 --first 1234 --count 1``.
+Each input is a valid file changed at random (fuzz_*.py), so that the inside of its reader is reached, and read as a
+training would read it. It has to end in success or in one line of a UserError. A crash, a hang, any other exception, a
+program started, a connection made, or a file written outside of the folder given is a finding, named by target, seed
+and number, so that it can be made again: ``--only tar --seed 0 --first 1234 --count 1``.
+
+A target has `make(rng, folder)`, which writes one input, and `read(folder)`, which reads it.
 
 Inputs run in forked processes, a hundred in each, so that a crash costs one input. Its time is measured in seconds of
 the processor, so that a busy machine makes no findings.
@@ -21,20 +23,20 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HOME = Path(__file__).resolve().parents[1]
-if str(HOME) not in sys.path:
-    sys.path.insert(0, str(HOME))
-
-import fuzz_inputs
 import torch
+from fuzz_checkpoint import Checkpoint
+from fuzz_data import Store, Tar
+from fuzz_settings import Settings
 from loguru import logger
 
 from fasttrain.errors import UserError
+
+TARGETS: dict[str, Callable[[Path], Any]] = {each.name: each for each in (Settings, Checkpoint, Store, Tar)}
 
 TOGETHER = 100  # inputs of a process
 CPU_SECONDS, WALL_SECONDS = 20, 300  # for one input
@@ -70,7 +72,7 @@ def run(name: str, count: int, seed: int = 0, first: int = 0) -> Outcome:
     began, outcome = time.monotonic(), Outcome(name)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         where = Path(folder)
-        target = fuzz_inputs.TARGETS[name](where / "valid")
+        target = TARGETS[name](where / "valid")
         at = first
         while at < first + count:
             at = _batch(target, outcome, seed, range(at, min(at + TOGETHER, first + count)), where / "work")
@@ -178,10 +180,10 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000, help="inputs of each target")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
-    parser.add_argument("--only", choices=list(fuzz_inputs.TARGETS), action="append")
+    parser.add_argument("--only", choices=list(TARGETS), action="append")
     options = parser.parse_args()
     bad = 0
-    for name in options.only or fuzz_inputs.TARGETS:
+    for name in options.only or TARGETS:
         outcome = run(name, options.count, options.seed, options.first)
         print(outcome, flush=True)
         for number, text in list(outcome.bad.items())[:20]:
