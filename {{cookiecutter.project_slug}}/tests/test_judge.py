@@ -333,6 +333,27 @@ def test_pauses_are_not_the_loader_s_fault_nor_the_step_s() -> None:
     assert verdict(rank).findings == ()
 
 
+def test_a_crowded_machine_is_not_the_loader_s_fault() -> None:
+    """Workers and the training thread stand in the queue for cores that others use; a real shortage is still told."""
+
+    def crowded(cpu: float) -> Verdict:
+        rank = Training(
+            batches=300,
+            cores=2,
+            forward=0.02,
+            backward=0.02,
+            made=lambda batch, worker: Made(cpu, queued=0.16, slowest=0.03),
+        ).rank()
+        gauges(rank, cpu=lambda _: 99.0, process_cpu=lambda second: 0.3 * second)
+        for second in range(1, int(rank.records[-1].time - 6)):
+            event = {"time": 6.0 + second, "event": "looks", "looks": 20, "seconds": 1.0, "cpu": 0.2, "at": []}
+            rank.events.append({**event, "queued": 0.3})
+        return verdict(rank)
+
+    assert [finding.cause for finding in crowded(0.005).findings] == ["other_processes"]
+    assert first(crowded(0.2)) == "transforms"
+
+
 def test_gpu_utilisation_is_no_evidence() -> None:
     idle, busy = Training().rank(), Training(workers=0, made=_made(cpu=0.03)).rank()
     gauges(idle, gpu=lambda _: 3.0)
