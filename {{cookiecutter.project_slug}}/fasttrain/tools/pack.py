@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fasttrain import images, machine, packed, settings
+from fasttrain import images, machine, packed, settings, shards
 from fasttrain.errors import UserError
 from fasttrain.folder import printable
 from fasttrain.images import Picture
 from fasttrain.tools import project
-from fasttrain.tools.pack_source import Form, Packer, Source, from_data, from_folder
+from fasttrain.tools.pack_source import Form, Packer, Source, from_data, from_parts
 from fasttrain.tools.pack_store import Writer
 from fasttrain.tools.work import Steps, ordered
 
@@ -41,10 +41,11 @@ def main(arguments: Sequence[str]) -> int:
     form = Form(options.format, options.size, options.square, options.quality)
     root, out = Path(cfg.data.path), Path(options.out).absolute()
     is_folder = root.is_absolute() and root.is_dir()  # a data set known by name is not absolute
+    is_known = is_folder or (cfg.data.path not in project.module("data").IN_MEMORY and shards.is_shards(cfg.data.path))
     if is_folder and (out == root or root in out.parents):
         raise UserError(f"{printable(out)}: lies in the source, {printable(root)}; name a folder outside of it")
-    if is_folder and not options.dataset:
-        source = from_folder(root, cfg.data.skip_list)
+    if is_known and not options.dataset:
+        source = from_parts(cfg.data.path, cfg.data.skip_list, cfg.data.root)
     else:
         source, whole = from_data(cfg.data, cfg.seed)
         if not whole:
@@ -75,7 +76,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fasttrain pack", description="Decode and shrink a data set once, into one LMDB file."
     )
-    parser.add_argument("source", help="an image folder, or whatever data.path may be")
+    parser.add_argument("source", help="an image folder, tar shards, or whatever data.path may be")
     parser.add_argument("out", help="folder of the store; one that was stopped half-way is gone on with")
     parser.add_argument(
         "--format", choices=("raw", "jpeg"), default="raw", help="raw pixels (fastest) or JPEG (smaller)"
@@ -126,7 +127,7 @@ def predict(source: Source, form: Form, out: Path, done: int) -> None:
 def _seconds(picture: Callable[[], Picture], size: int) -> float:
     """What one training sample costs: reading, random crop, resize."""
     began = time.perf_counter()
-    images.random_resized_crop(picture(), min(224, size), (0.08, 1.0), rng=random.Random(0))
+    images.random_resized_crop(picture(), min(224, size), (0.08, 1.0), rng=random.Random(0)).pixels()
     return time.perf_counter() - began
 
 

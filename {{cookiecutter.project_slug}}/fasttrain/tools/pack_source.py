@@ -13,7 +13,6 @@ import cv2
 import numpy as np
 import simplejpeg
 
-from fasttrain import images
 from fasttrain.errors import UserError
 from fasttrain.folder import Listing, printable
 from fasttrain.images import ImageError, Picture, Pixels
@@ -110,6 +109,12 @@ class Source:
             place -= len(part)
         raise IndexError(place)
 
+    def prefetch(self, places: Sequence[int]) -> None:
+        """Told what is read next: images behind URLs that lie side by side come in one request."""
+        (first, index), (last, end) = self.at(places[0]), self.at(places[-1])
+        if first is last and (prefetch := getattr(first.data, "prefetch", None)) is not None:
+            prefetch(range(index, end + 1))
+
     def names(self) -> Iterator[bytes]:
         for part in self.parts:
             yield from map(part.stored_name, range(len(part)))
@@ -139,6 +144,7 @@ class Packer:
     form: Form
 
     def __call__(self, places: Sequence[int]) -> list[tuple[bytes | None, int, str]]:
+        self.source.prefetch(places)
         return [self.one(place) for place in places]
 
     def one(self, place: int) -> tuple[bytes | None, int, str]:
@@ -163,17 +169,23 @@ class Files:
     def __len__(self) -> int:
         return len(self.listing)
 
+    def prefetch(self, indices: Sequence[int]) -> None:
+        self.listing.prefetch(indices)
+
     def original(self, index: int) -> tuple[Picture, int]:
-        return images.load(self.listing.path(index)), self.listing.label(index)
+        return self.listing.picture(index), self.listing.label(index)
 
 
-def from_folder(root: Path, skip_list: str | None) -> Source:
-    """The parts of an image folder, labelled by the classes of training.
+def from_parts(root: str | Path, skip_list: str | None, cache: str | None = None) -> Source:
+    """The parts of an image folder or of shards, labelled by the classes of training.
+
+    Args:
+        cache: data.root.
 
     Raises:
         UserError: no images; a class that training lacks.
     """
-    parts = Parts(root, skip_list)
+    parts = Parts(root, skip_list, cache)
     if parts.store:
         raise UserError(f"{printable(root)}: a packed store already; give the folder that it was made from")
     found: list[Part] = []
