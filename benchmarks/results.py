@@ -31,6 +31,7 @@ class Rendered:
 
     title: str
     rows: list[list[str]]
+    columns: Sequence[str] = COLUMNS
 
 
 def table(group: Group, results: Sequence[Result]) -> Rendered:
@@ -60,6 +61,13 @@ def table(group: Group, results: Sequence[Result]) -> Rendered:
     return Rendered(group.title, rows)
 
 
+def steps_table(costs: dict[str, dict[str, float]]) -> Rendered:
+    """What `steps.measure` found, one column a kind of photos."""
+    names = next(iter(costs.values()))
+    rows = [[name, *(f"{found[name]:.3f}" for found in costs.values())] for name in names]
+    return Rendered("One core, one photo: ms", rows, ("", *costs))
+
+
 def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """How many times as fast: the median over the rounds, since machines change their speed between rounds."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=False))
@@ -67,14 +75,14 @@ def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def shown(rendered: Rendered) -> Table:
     """For the terminal."""
-    found = Table(*COLUMNS, title=rendered.title, title_justify="left")
+    found = Table(*rendered.columns, title=rendered.title, title_justify="left")
     for row in rendered.rows:
         found.add_row(*row)
     return found
 
 
 def markdown(rendered: Rendered) -> str:
-    lines = [f"### {rendered.title}", "", _line(COLUMNS), "|---" * len(COLUMNS) + "|"]
+    lines = [f"### {rendered.title}", "", _line(rendered.columns), "|---" * len(rendered.columns) + "|"]
     return "\n".join([*lines, *map(_line, rendered.rows)])
 
 

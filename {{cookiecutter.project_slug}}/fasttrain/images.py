@@ -254,8 +254,8 @@ def crop(image: Picture, box: Box, size: int, out: Pixels | None = None) -> Pixe
     shrink = max(height, width) >= 2 * size
     how = cv2.INTER_AREA if shrink else cv2.INTER_LINEAR
     result: Pixels = np.empty((size, size, 3), np.uint8) if out is None else out
-    # Intel's library, which OpenCV brings along on x86, resizes 15 % faster than OpenCV's own code; a tenth of the values
-    # differ, by 1 of 255. The setting is kept for each thread, so it is set here, for 0.3 us.
+    # Intel's library, which OpenCV brings along on x86, resizes 15 % faster than OpenCV's own code; a tenth of the
+    # values differ, by 1 of 255. The setting is kept for each thread, so it is set here, for 0.3 us.
     cv2.ipp.setUseIPP_NotExact(True)
     cv2.resize(part, (size, size), dst=result, interpolation=how)
     return result

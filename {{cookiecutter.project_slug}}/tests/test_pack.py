@@ -246,7 +246,7 @@ def test_what_comes_out_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     real = pack_store.Writer.add
 
     def other_pixels(self: pack_store.Writer, first: int, names: Any, made: Any) -> None:
-        real(self, first, names, [(value[:-1] + b"\x01", label, why) for value, label, why in made])
+        real(self, first, names, [each._replace(value=each.value[:-1] + b"\x01") for each in made])
 
     monkeypatch.setattr(pack_store.Writer, "add", other_pixels)
     with pytest.raises(UserError, match="is not what the source gives now"):

@@ -21,7 +21,7 @@ from conftest import HOME
 from fasttrain import history
 from fasttrain.errors import UserError
 from fasttrain.judge import Finding, Verdict
-from fasttrain.tools import report, report_data
+from fasttrain.tools import markup, report, report_data
 from fasttrain.tools.report_serve import Server
 
 PHASES = {"wait": 0.03, "copy": 0.0, "forward": 0.05, "backward": 0.03, "optimizer": 0.01, "other": 0.01}
@@ -162,6 +162,12 @@ def test_nothing_in_a_run_gets_out_of_its_place(tmp_path: Path, verdict: None) -
             chrome.open(f"file://{tmp_path}/page.html")
             assert chrome.run("typeof window.harm + document.images.length") == "undefined0"
             assert chrome.complaints == []
+
+
+def test_values_for_the_script_are_read_back_and_end_nothing() -> None:
+    block = str(markup.data({EVIL: [1.5, None]}, class_="values"))
+    assert block.count("</") == 1
+    assert json.loads(block.split(">", 1)[1].rsplit("<", 1)[0]) == {EVIL: [1.5, None]}
 
 
 def test_torn_empty_foreign_and_absurd_runs_give_a_page(tmp_path: Path) -> None:

@@ -106,6 +106,9 @@ def _by_pillow(data: bytes, path: str) -> list[str]:
 
 def _stored(listing: packed.Stored, index: int) -> Finding:
     finding = Finding(hashlib.blake2b(listing.content(index), digest_size=16).digest())
+    if listing.damaged(index):
+        finding.broken = "is damaged in the packed store (its checksum differs): pack it anew"
+        return finding
     try:
         picture = listing.picture(index)
         picture.pixels()

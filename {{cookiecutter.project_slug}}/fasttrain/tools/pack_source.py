@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,14 @@ import cv2
 import numpy as np
 import simplejpeg
 
+from fasttrain import images
 from fasttrain.errors import UserError
 from fasttrain.folder import Listing, printable
 from fasttrain.images import ImageError, Picture, Pixels
 from fasttrain.packed import SHAPE
 from fasttrain.parts import Parts
 from fasttrain.tools import project
+from fasttrain.tools.pack_store import Made
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,14 @@ class Part:
         listing = getattr(self.data, "listing", None)
         return self.before + listing.name(index) if listing is not None else b"%s/%08d" % (self.name.encode(), index)
 
+    def stamp(self, index: int) -> str:
+        """Differs after the image's file was changed; empty for a data set of data.py, and for a file that is gone."""
+        listing = getattr(self.data, "listing", None)
+        try:
+            return listing.stamp(index) if listing is not None else ""
+        except OSError:
+            return ""
+
     def read(self, index: int) -> tuple[Picture, int]:
         if hasattr(self.data, "original"):
             picture, label = self.data.original(index)
@@ -87,6 +98,7 @@ class Part:
 
             seeding.seed_all(0, seeding.SAMPLE, 0, index)  # what is packed can be made again and compared
             picture, label = self.data[index][:2]
+            picture = images.finished(picture)
         if not isinstance(picture, Picture):
             picture = _as_picture(picture, f"{self.name} {index}")
         return picture, int(label)
@@ -135,29 +147,27 @@ class Source:
 
 @dataclass
 class Packer:
-    """Turns places into stored values; runs in the worker processes.
-
-    Returns, for each place: value (None for a broken image), label, and why it is broken.
-    """
+    """Turns places into stored values; runs in the worker processes."""
 
     source: Source
     form: Form
 
-    def __call__(self, places: Sequence[int]) -> list[tuple[bytes | None, int, str]]:
+    def __call__(self, places: Sequence[int]) -> list[Made]:
         self.source.prefetch(places)
         return [self.one(place) for place in places]
 
-    def one(self, place: int) -> tuple[bytes | None, int, str]:
+    def one(self, place: int) -> Made:
         part, index = self.source.at(place)
+        stamp = part.stamp(index)  # before it is read: a change in between is then seen
         try:
             picture, label = part.read(index)
             value = self.form.encode(picture)
         except ImageError as error:
-            return None, -1, str(error)
+            return Made(None, -1, str(error), stamp=stamp)
         if not 0 <= label < len(self.source.classes):
             where = printable(self.source.name(place))
             raise UserError(f"{where}: has label {label}, but there are {len(self.source.classes)} classes")
-        return value, label, ""
+        return Made(value, label, "", zlib.crc32(value), stamp)
 
 
 class Files:

@@ -40,24 +40,27 @@ def verdict(runs: Sequence[RunData]) -> Markup:
     for run in runs:
         found = run.verdict
         state = "unsure" if not found.enough else "held" if found.findings else "fine"
-        title = tag("p", tag("span", class_=f"dot {state}", aria_hidden="true"), found.says, class_=f"says {state}")
+        title = tag(
+            "p", tag("span", class_=f"dot {state}", aria_hidden="true"), _sentence(found.says), class_=f"says {state}"
+        )
         name = tag("h3", run.name, class_="run-name") if len(runs) > 1 else None
-        cards = [_card(finding) for finding in found.findings]
+        cards = [_card(finding, found.says) for finding in found.findings]
         parts.append(tag("div", name, title, tag("div", *cards, class_="cards") if cards else None, class_="verdict"))
     return _section("verdict", "Verdict", *parts)
 
 
-def _card(finding: Finding) -> Markup:
+def _card(finding: Finding, headline: str) -> Markup:
+    """One finding; its sentence is left out where the headline says it already."""
     where = f" on rank {finding.rank}" if finding.rank is not None else ""
     share = max(0.0, min(1.0, number(finding.share) if finding.share == finding.share else 0.0))
     cost = tag("p", tag("strong", f"{share:.0%}"), " of the time", class_="cost") if share > 0 else None
     return tag(
         "article",
-        tag("header", tag("h4", finding.cause, where), cost),
+        tag("header", tag("h4", finding.cause.replace("_", " "), where), cost),
         _bar([("wait", share)]) if share > 0 else None,
-        tag("p", finding.says),
-        tag("p", finding.evidence, class_="evidence"),
-        tag("p", tag("span", "Change", class_="label"), tag("code", finding.remedy), class_="remedy"),
+        tag("p", _sentence(finding.says)) if not headline.endswith(finding.says) else None,
+        tag("p", _sentence(finding.evidence), class_="evidence"),
+        tag("p", tag("span", "Change", class_="label"), finding.remedy, class_="remedy"),
         tag("p", f"{number(finding.sure):.0%} sure", class_="sure"),
         class_="card",
     )
@@ -356,6 +359,10 @@ def _without_range(line: Line) -> Line:
 
 def _times(events: Sequence[Mapping[str, Any]]) -> Floats:
     return numbers(event["time"] for event in events)
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _short(value: Any) -> str:
