@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from fasttrain.errors import UserError
-from fasttrain.folder import printable
+from fasttrain.names import printable
 
 Pixels = NDArray[np.uint8]
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels of the upright image at full size
@@ -128,18 +128,26 @@ def decode(data: bytes, at_least: int | tuple[int, int], name: str) -> Pixels:
     return picture.pixels(_reduction(min(picture.height / height, picture.width / width)))
 
 
+def read(path: str) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        ImageError: it can't be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ImageError(path, f"can't be read ({error.strerror})") from error
+
+
 def load(path: str) -> Picture:
     """The image in a file, not decoded yet.
 
     Raises:
         ImageError: the file can't be read, or as `Picture` says.
     """
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise ImageError(path, f"can't be read ({error.strerror})") from error
-    return Picture(data, path)
+    return Picture(read(path), path)
 
 
 class Crop:

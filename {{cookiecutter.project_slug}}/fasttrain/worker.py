@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from fasttrain import seeding
+from fasttrain.effort import Meter, UsageClock
 from fasttrain.errors import UserError
 from fasttrain.logs import WorkerLog
 from fasttrain.sampler import BatchKey
@@ -33,7 +34,8 @@ AHEAD = 16  # samples that are drawn and read before the first of them is made; 
 class MapDataset(Protocol):
     """A data set with a length and an index: what `Feed` takes.
 
-    It may also have ``unfinished(index)``: the same sample, all its draws made, in which an item may be `Later`.
+    It may also have ``unfinished(index)``: the same sample, all its draws made, in which an item may be `Later`. And it
+    may have ``prefetch(indices)``, which is told what a batch will ask for.
     """
 
     def __len__(self) -> int: ...
@@ -91,20 +93,23 @@ class Samples(Dataset[Any]):
         self.dataset, self.seed, self.rank, self.training = dataset, seed, rank, training
         self.on_error, self.made = on_error, made
         self.slots: Slots | None = None  # set before the workers start, if the samples fit
+        self.usage = UsageClock()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, key: BatchKey) -> Batch | Failed:
-        began = time.perf_counter()
         info = get_worker_info()
         worker = None if info is None else info.id
+        meter = Meter(alone=worker is not None)
         into = Stack() if self.slots is None else self.slots.next(worker or 0)
         epoch = key.epoch if self.training else VALIDATION_EPOCH
         used: list[int] = []
         bad: list[Bad] = []
+        if (prefetch := getattr(self.dataset, "prefetch", None)) is not None:
+            prefetch(key.indices)
         try:
-            for index, sample in self._drawn(into, epoch, key.indices):
+            for index, sample in self._drawn(into, epoch, key.indices, meter):
                 try:
                     if isinstance(sample, UserError):
                         raise sample
@@ -125,25 +130,34 @@ class Samples(Dataset[Any]):
         tensors, slot = (into.tensors(), None) if isinstance(into, Stack) else (None, into.number)
         if worker is not None:
             self.made[worker] += 1
-        seconds = time.perf_counter() - began
-        return Batch(tensors, used, key.epoch, key.number, key.last, key.end, seconds, worker, slot=slot, bad=bad)
+        usage = None if worker is None else self.usage.due(worker)
+        effort = meter.stop()
+        made = Batch(tensors, used, key.epoch, key.number, key.last, key.end, effort.seconds, worker)
+        made.slot, made.bad, made.effort, made.usage = slot, bad, effort, usage
+        return made
 
-    def _drawn(self, into: Slot | Stack, epoch: int, indices: list[int]) -> Iterator[tuple[int, Any]]:
+    def _drawn(self, into: Slot | Stack, epoch: int, indices: list[int], meter: Meter) -> Iterator[tuple[int, Any]]:
         """The samples, each with its draws seeded, or the `UserError` that came instead of one.
 
-        Those of a data set that leaves work for later come `AHEAD` at a time, see `images.Crop`.
+        Those of a data set that leaves work for later come `AHEAD` at a time, see `images.Crop`; what is done with them
+        until the next is asked for is then a part of making them.
         """
         start = seeding.mix(self.seed, seeding.SAMPLE, epoch)
         read, ahead = _reader(self.dataset, into)
         for first in range(0, len(indices), ahead):
-            drawn: list[tuple[int, Any]] = []
+            drawn: list[tuple[int, Any, float]] = []
             for index in indices[first : first + ahead]:
                 seeding.seed_all(index, start=start)
+                began = time.perf_counter()
                 try:
-                    drawn.append((index, read(index)))
+                    sample = read(index)
                 except UserError as error:
-                    drawn.append((index, error))
-            yield from drawn
+                    sample = error
+                drawn.append((index, sample, time.perf_counter() - began))
+            for index, sample, seconds in drawn:
+                began = time.perf_counter()
+                yield index, sample
+                meter.sample(seconds + (time.perf_counter() - began if ahead > 1 else 0.0))
 
     def _another(self, into: Slot | Stack, epoch: int, index: int) -> int:
         """Put a sample in the place of a bad one, the same whichever process meets it; returns its index."""
@@ -184,6 +198,8 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the training process decides
         signal.signal(signal.SIGTERM, _end_soon)
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         seeding.seed_all(self.seed, seeding.WORKER, self.rank, worker)
         torch.set_num_threads(1)
         if "cv2" in sys.modules:  # OpenCV's own threads fight with the other workers for the cores
@@ -193,8 +209,12 @@ class WorkerInit:
 
 
 def _end_soon(number: int, frame: FrameType | None) -> None:
-    """A SIGTERM to the whole group (timeout, scancel) is the training process's to answer: it gets five seconds."""
-    signal.alarm(5)  # whose signal ends the process
+    """A SIGTERM to the whole group (timeout, scancel) is the training process's to answer: it finishes its step first.
+
+    The second one is from the training process itself.
+    """
+    asked_before = signal.alarm(0)
+    signal.alarm(5 if asked_before else 60)  # whose signal ends the process
 
 
 def lost_worker(error: BaseException) -> UserError | None:
