@@ -67,7 +67,7 @@ def _rank(directory: Path, number: int) -> Rank:
         for row in _rows(directory / f"events{number}.jsonl")
         if isinstance(row.get("event"), str) and type(row.get("time")) in _NUMBER and abs(row["time"]) < FAR
     ]
-    records = [record for row in _rows(directory / f"rank{number}.jsonl") if (record := _record(row))]
+    records = [record for row in _rows(directory / f"rank{number}.jsonl") if (record := record_of(row))]
     return Rank(number, records, events)
 
 
@@ -89,12 +89,17 @@ def last(rank: Rank, seconds: float) -> Rank:
     """The records of the last so many seconds of one rank, with its events, also those that hold for longer."""
     if not rank.records:
         return rank
-    since = rank.records[-1].time - seconds
-    events = [event for event in rank.events if event["time"] >= since or event["event"] in ("loader", "graph")]
-    return Rank(rank.number, [record for record in rank.records if record.time >= since], events)
+    end = rank.records[-1].time
+    return between(rank, end - seconds, math.inf)
 
 
-def _record(row: Mapping[str, Any]) -> BatchRecord | None:
+def between(rank: Rank, begin: float, end: float) -> Rank:
+    """The same from one moment (included) to another."""
+    events = [e for e in rank.events if begin <= e["time"] < end or e["event"] in ("loader", "graph")]
+    return Rank(rank.number, [record for record in rank.records if begin <= record.time < end], events)
+
+
+def record_of(row: Mapping[str, Any]) -> BatchRecord | None:
     """None for a line of another kind, or one whose values are not numbers."""
     try:
         needed = [*map(row.__getitem__, _NEEDED)]

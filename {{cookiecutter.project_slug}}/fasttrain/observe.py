@@ -19,6 +19,7 @@ from fasttrain.records import PHASES, BatchRecord, Recorder
 from fasttrain.run import Run
 from fasttrain.state import State
 from fasttrain.update import Update
+from fasttrain.verdicts import LiveVerdict
 from fasttrain.watch import Watch
 from fasttrain.window import WARM_UP
 
@@ -69,8 +70,10 @@ class Report:
         self.watch = self._stopwatch(feed)
         run.stack.callback(self.watch.abandon)  # after `end` there is nothing left to abandon
         run.stack.enter_context(Looks(self.recorder.event, lambda: self.watch.doing))
+        self.verdict = LiveVerdict(run.dir, run.world, run.settings)
         if run.is_main:
             self.recorder.show_on(self.totals)
+            self.recorder.show_on(self.verdict)
             self._show_dashboard(feed, state, gauges)
         accumulate, batch = settings.train.accumulate, settings.data.batch_size
         logger.info(
@@ -95,6 +98,8 @@ class Report:
             logger.info(f"stopped early: no better {name} for {state.epochs_without_gain} epochs")
         if self.run.is_main:
             logger.info(f"{state.step} steps; {self.totals}")
+            for line in self.verdict.verdict().lines():
+                logger.info(line)
         if state.best is None or state.best_epoch is None:
             logger.warning(f"no finite {name} was reached: there is no best.pt")
             return
@@ -126,6 +131,7 @@ class Report:
             gauges,
             logs.console,
             title=self.run.dir.name,
+            verdict=lambda: self.verdict.says,
         )
         view.set_total(total, per_epoch * state.epoch + state.position // feed.global_batch)
         self.recorder.show_on(view)

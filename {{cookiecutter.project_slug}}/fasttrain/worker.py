@@ -34,7 +34,8 @@ AHEAD = 16  # samples that are drawn and read before the first of them is made; 
 class MapDataset(Protocol):
     """A data set with a length and an index: what `Feed` takes.
 
-    It may also have ``unfinished(index)``: the same sample, all its draws made, in which an item may be `Later`.
+    It may also have ``unfinished(index)``: the same sample, all its draws made, in which an item may be `Later`. And it
+    may have ``prefetch(indices)``, which is told what a batch will ask for.
     """
 
     def __len__(self) -> int: ...
@@ -105,6 +106,8 @@ class Samples(Dataset[Any]):
         epoch = key.epoch if self.training else VALIDATION_EPOCH
         used: list[int] = []
         bad: list[Bad] = []
+        if (prefetch := getattr(self.dataset, "prefetch", None)) is not None:
+            prefetch(key.indices)
         try:
             for index, sample in self._drawn(into, epoch, key.indices, meter):
                 try:
@@ -195,6 +198,8 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the training process decides
         signal.signal(signal.SIGTERM, _end_soon)
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         seeding.seed_all(self.seed, seeding.WORKER, self.rank, worker)
         torch.set_num_threads(1)
         if "cv2" in sys.modules:  # OpenCV's own threads fight with the other workers for the cores
@@ -204,8 +209,12 @@ class WorkerInit:
 
 
 def _end_soon(number: int, frame: FrameType | None) -> None:
-    """A SIGTERM to the whole group (timeout, scancel) is the training process's to answer: it gets five seconds."""
-    signal.alarm(5)  # whose signal ends the process
+    """A SIGTERM to the whole group (timeout, scancel) is the training process's to answer: it finishes its step first.
+
+    The second one is from the training process itself.
+    """
+    asked_before = signal.alarm(0)
+    signal.alarm(5 if asked_before else 60)  # whose signal ends the process
 
 
 def lost_worker(error: BaseException) -> UserError | None:
