@@ -15,6 +15,7 @@ import numpy as np
 from fasttrain.errors import UserError
 from fasttrain.tools.markup import Markup, data, join, tag
 from fasttrain.tools.report_data import Floats, Line
+from fasttrain.tools.report_parts import swatch
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24  # pixels around the plot
 WIDE, NARROW = 1180, 384  # pixels of a whole chart; 384 fits a phone, and three of them a desktop
@@ -189,16 +190,12 @@ def _largest(chart: Chart) -> float:
 def _legend(chart: Chart) -> Markup:
     """Names, each with its last value, in whose place report.js puts the one under the cursor."""
     items = [
-        tag("li", _swatch(line.colour), tag("span", line.name), tag("output", _at(line, np.inf), class_="value"))
+        tag("li", swatch(line.colour), tag("span", line.name), tag("output", _at(line, np.inf), class_="value"))
         for line in chart.lines
     ]
     if chart.rules:
         items.append(tag("li", tag("span", class_="dashes"), tag("span", chart.rule)))
     return tag("ul", *items, class_="legend")
-
-
-def _swatch(colour: str) -> Markup:
-    return tag("span", class_=f"swatch bg-{colour}", aria_hidden="true")
 
 
 def _labelled(drawn: str, words: str) -> Markup:
