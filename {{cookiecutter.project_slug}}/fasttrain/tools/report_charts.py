@@ -190,7 +190,7 @@ def _largest(chart: Chart) -> float:
 def _legend(chart: Chart) -> Markup:
     """Names, each with its last value, in whose place report.js puts the one under the cursor."""
     items = [
-        tag("li", swatch(line.colour), tag("span", line.name), tag("output", _at(line, np.inf), class_="value"))
+        tag("li", swatch(line.colour), tag("span", line.name), " ", tag("span", _at(line, np.inf), class_="value"))
         for line in chart.lines
     ]
     if chart.rules:
@@ -232,7 +232,14 @@ def _table(chart: Chart, span: Span) -> Markup:
         tag("tr", tag("th", span.say(moment), scope="row"), *(tag("td", _at(line, moment)) for line in chart.lines))
         for moment in moments
     ]
-    return tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="scroll", tabindex="0")
+    return tag(
+        "div",
+        tag("table", tag("thead", head), tag("tbody", *rows)),
+        class_="scroll",
+        tabindex="0",
+        role="region",
+        aria_label="Numbers",
+    )
 
 
 def _at(line: Line, moment: float) -> str:

@@ -58,6 +58,7 @@ def page(runs: Sequence[RunData], live: float | None = None) -> str:
         _header(runs, title, live),
         _navigation(runs, body[5] is not None),
         tag("main", *body, id="main"),
+        tag("p", role="status", id="spoken", class_="unseen"),
         tag("script", Markup(script)),
         data_live=None if live is None else f"{live:g}",
     )

@@ -22,7 +22,7 @@ def table(heads: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str | Non
     top = tag("tr", *(tag("th", head, scope="col") for head in heads))
     body = [tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows]
     table = tag("table", tag("thead", top), tag("tbody", *body), class_=class_)
-    return tag("div", table, class_="scroll", tabindex="0")
+    return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label="Table")
 
 
 def bar(parts: Sequence[tuple[str, float]]) -> Markup:
