@@ -110,7 +110,7 @@ def _specification(chart: Chart, span: Span, width: int, height: int) -> dict[st
         "scale": {"domain": [0, max(span.end / scale, 1e-6)], "nice": False},
         "axis": {**grid, "grid": False, "tickCount": width // 90, "labelExpr": f"datum.label + ' {name}'"},
     }
-    bounds = {"zero": chart.zero, **({} if chart.top is None else {"domain": [0, chart.top]})}
+    bounds = {"zero": chart.zero or _flat(chart), **({} if chart.top is None else {"domain": [0, chart.top]})}
     form = {} if _largest(chart) < 1e4 else {"format": "~s"}
     y = {
         "field": "y",
@@ -181,6 +181,11 @@ def _rows(x: Floats, y: Floats, h: Floats | None = None) -> list[dict[str, Any]]
 def _short(value: float) -> float | None:
     """Enough digits to draw and to read."""
     return float(f"{value:.5g}") if np.isfinite(value) else None
+
+
+def _flat(chart: Chart) -> bool:
+    """All values are one and the same: an axis around it would have nothing to show."""
+    return len({float(value) for line in chart.lines for value in line.y if np.isfinite(value)}) < 2
 
 
 def _largest(chart: Chart) -> float:
