@@ -13,9 +13,10 @@ COMMANDS = {
     "evaluate": "the metrics of a checkpoint on a split of the data",
     "judge": "what holds a training back: the evidence, and what to change",
     "pack": "decode and shrink a data set once, into one LMDB file that training reads",
+    "profile-data": "what making a sample costs, step by step; names the slowest transform",
+    "report": "runs as one HTML page; --watch and --serve follow a training",
     "tour": "the typical report replayed on this machine: a training that waits, the verdict, tune, pack, a table",
     "tune": "the fastest workers, prefetch and threads, found and proven by measurement, written into config.yaml",
-    "report": "runs as one HTML page; --watch and --serve follow a training",
 }
 
 

@@ -59,6 +59,7 @@ class Feed:
         self.clock: Clock = clock_of(device)
         self.init = WorkerInit(seed, rank, worker_log)
         self.made = torch.zeros(max(workers, 1), dtype=torch.int64).share_memory_()
+        self._made = memoryview(self.made.numpy())  # the same numbers, read a good deal faster
         self.taken = 0
         self.train_samples = Samples(train, seed, rank, True, data.on_error, self.made)
         self.val_samples = Samples(val, seed, rank, False, data.on_error, torch.zeros_like(self.made))
@@ -93,9 +94,10 @@ class Feed:
             self._stream = self._open(epoch, start)
         count = self.batches(start)
         count = count if limit is None else min(count, limit)
+        stem = seeding.mix(self.seed, seeding.STEP, epoch)
         for batch in to_device(self._host(count), self.device, self.clock, self.streams):
             # Draws in the training process (dropout, mixup) belong to this batch, whatever was drawn before.
-            seeding.seed_all(self.seed, seeding.STEP, epoch, batch.number, self.rank)
+            seeding.seed_all(batch.number, self.rank, start=stem)
             yield batch
         if not self.data.persistent_workers:
             self.close_training()
@@ -118,7 +120,7 @@ class Feed:
 
     def ready(self) -> int | None:
         """Batches that lie ready; None without workers."""
-        return sum(self.made.tolist()) - self.taken if self.workers else None
+        return sum(self._made) - self.taken if self.workers else None
 
     def close_training(self) -> None:
         """End the training's workers."""

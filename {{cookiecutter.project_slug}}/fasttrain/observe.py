@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from loguru import logger
 
-from fasttrain import dashboard, logs
+from fasttrain import dashboard, logs, profile
 from fasttrain.errors import SettingsError
 from fasttrain.feed import Feed
 from fasttrain.gauges import Gauges
@@ -18,6 +19,7 @@ from fasttrain.records import PHASES, BatchRecord, Recorder
 from fasttrain.run import Run
 from fasttrain.state import State
 from fasttrain.update import Update
+from fasttrain.verdicts import LiveVerdict
 from fasttrain.watch import Watch
 from fasttrain.window import WARM_UP
 
@@ -30,12 +32,11 @@ class Totals:
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def batches(self, records: list[BatchRecord]) -> None:
-        for record in records:
-            self.seen += 1
-            if self.seen > WARM_UP:
-                self.images += record.images
-                for phase in PHASES:
-                    self.seconds[phase] += getattr(record, phase)
+        counted = records[max(0, WARM_UP - self.seen) :]
+        self.seen += len(records)
+        self.images += sum(record.images for record in counted)
+        for phase in PHASES:
+            self.seconds[phase] += sum(map(attrgetter(phase), counted))
 
     def event(self, event: dict[str, Any]) -> None:
         return None
@@ -66,11 +67,13 @@ class Report:
         index, uuid = _nvidia(run.device)
         gauges = run.stack.enter_context(Gauges(self.recorder.event, _disk(settings), index, uuid=uuid))
         self.totals = Totals(run.world)
-        self.watch = Watch(self.recorder, feed.clock, run.started, run.began)
+        self.watch = self._stopwatch(feed)
         run.stack.callback(self.watch.abandon)  # after `end` there is nothing left to abandon
         run.stack.enter_context(Looks(self.recorder.event, lambda: self.watch.doing))
+        self.verdict = LiveVerdict(run.dir, run.world, run.settings)
         if run.is_main:
             self.recorder.show_on(self.totals)
+            self.recorder.show_on(self.verdict)
             self._show_dashboard(feed, state, gauges)
         accumulate, batch = settings.train.accumulate, settings.data.batch_size
         logger.info(
@@ -95,6 +98,8 @@ class Report:
             logger.info(f"stopped early: no better {name} for {state.epochs_without_gain} epochs")
         if self.run.is_main:
             logger.info(f"{state.step} steps; {self.totals}")
+            for line in self.verdict.verdict().lines():
+                logger.info(line)
         if state.best is None or state.best_epoch is None:
             logger.warning(f"no finite {name} was reached: there is no best.pt")
             return
@@ -103,6 +108,13 @@ class Report:
         logger.info(f"best {name} {state.best:.4f} in epoch {state.best_epoch + 1}: {where}")
         if best.exists():
             logger.info(f"next: python -m fasttrain evaluate {best}")
+
+    def _stopwatch(self, feed: Feed) -> Watch:
+        run, wish = self.run, self.settings.profile
+        if not profile.wanted(wish, run.rank, run.world):
+            return Watch(self.recorder, feed.clock, run.started, run.began)
+        where = {"directory": run.dir, "rank": run.rank, "steps": wish.steps, "start": wish.start}
+        return profile.ProfilingWatch(self.recorder, feed.clock, run.started, run.began, **where, streams=feed.streams)
 
     def _show_dashboard(self, feed: Feed, state: State, gauges: Gauges) -> None:
         board, train = self.settings.dashboard, self.settings.train
@@ -119,6 +131,7 @@ class Report:
             gauges,
             logs.console,
             title=self.run.dir.name,
+            verdict=lambda: self.verdict.says,
         )
         view.set_total(total, per_epoch * state.epoch + state.position // feed.global_batch)
         self.recorder.show_on(view)

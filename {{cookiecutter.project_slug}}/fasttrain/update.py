@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -89,15 +90,16 @@ class Update:
         self.step, self.lr = 1, schedule(0)  # number, from 1, and rate of the step that the current batch belongs to
         self.stepped = False  # whether the last batch ended a step; between, gradients are half gathered
         self._due, self._parts = True, 1
+        self._autocast = autocast(device, dtype)
 
-    def forward(self, batch: Batch) -> torch.autocast:
+    def forward(self, batch: Batch) -> AbstractContextManager[Any]:
         """The context of the forward pass: autocast; the ranks' gradients are summed only in a step's last batch."""
         first = batch.number - batch.number % self.accumulate
         last = min(first + self.accumulate - 1, batch.last)
         self._due, self._parts = batch.number == last, last - first + 1
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = self._due  # what DDP's no_sync() sets; read by its forward pass
-        return autocast(self.device, self.dtype)
+        return self._autocast
 
     def batches_left(self, state: State, max_steps: int | None) -> int | None:
         """Batches until the optimizer step at which to stop; None: no such step is set."""

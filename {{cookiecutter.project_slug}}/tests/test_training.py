@@ -71,10 +71,10 @@ import os, warnings
 
 original = transform
 
-def transform(image, cfg, train, out=None):
+def transform(image, cfg, train):
     logger.info("said by a worker")
     warnings.warn(f"warned by a worker, process {os.getpid()}")  # the same text is said once, and forks remember
-    return original(image, cfg, train, out)
+    return original(image, cfg, train)
 """
 
 

@@ -158,7 +158,8 @@ def _layers(chart: Chart, x: dict[str, Any], y: dict[str, Any], scale: float) ->
 
 
 def _layer(values: list[dict[str, Any]], mark: dict[str, Any], encoding: dict[str, Any]) -> dict[str, Any]:
-    return {"data": {"values": values}, "mark": {**mark, "clip": True}, "encoding": encoding}
+    clip = "point" not in mark  # half a dot at the edge would be missing
+    return {"data": {"values": values}, "mark": {**mark, "clip": clip}, "encoding": encoding}
 
 
 def _rules(chart: Chart, x: dict[str, Any], scale: float) -> list[dict[str, Any]]:

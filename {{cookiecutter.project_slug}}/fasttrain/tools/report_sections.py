@@ -20,6 +20,7 @@ from fasttrain.tools.report_data import (
     RunData,
     gauge,
     number,
+    numbers,
     shares,
     stacked,
     thinned,
@@ -39,24 +40,27 @@ def verdict(runs: Sequence[RunData]) -> Markup:
     for run in runs:
         found = run.verdict
         state = "unsure" if not found.enough else "held" if found.findings else "fine"
-        title = tag("p", tag("span", class_=f"dot {state}", aria_hidden="true"), found.says, class_=f"says {state}")
+        title = tag(
+            "p", tag("span", class_=f"dot {state}", aria_hidden="true"), _sentence(found.says), class_=f"says {state}"
+        )
         name = tag("h3", run.name, class_="run-name") if len(runs) > 1 else None
-        cards = [_card(finding) for finding in found.findings]
+        cards = [_card(finding, found.says) for finding in found.findings]
         parts.append(tag("div", name, title, tag("div", *cards, class_="cards") if cards else None, class_="verdict"))
     return _section("verdict", "Verdict", *parts)
 
 
-def _card(finding: Finding) -> Markup:
+def _card(finding: Finding, headline: str) -> Markup:
+    """One finding; its sentence is left out where the headline says it already."""
     where = f" on rank {finding.rank}" if finding.rank is not None else ""
     share = max(0.0, min(1.0, number(finding.share) if finding.share == finding.share else 0.0))
     cost = tag("p", tag("strong", f"{share:.0%}"), " of the time", class_="cost") if share > 0 else None
     return tag(
         "article",
-        tag("header", tag("h4", finding.cause, where), cost),
+        tag("header", tag("h4", finding.cause.replace("_", " "), where), cost),
         _bar([("wait", share)]) if share > 0 else None,
-        tag("p", finding.says),
-        tag("p", finding.evidence, class_="evidence"),
-        tag("p", tag("span", "Change", class_="label"), tag("code", finding.remedy), class_="remedy"),
+        tag("p", _sentence(finding.says)) if not headline.endswith(finding.says) else None,
+        tag("p", _sentence(finding.evidence), class_="evidence"),
+        tag("p", tag("span", "Change", class_="label"), finding.remedy, class_="remedy"),
         tag("p", f"{number(finding.sure):.0%} sure", class_="sure"),
         class_="card",
     )
@@ -194,9 +198,10 @@ def machine(runs: Sequence[RunData], span: Span) -> Markup:
 def busiest(run: RunData) -> tuple[Floats, Floats]:
     """Times, and the load of the core that was busiest."""
     rows = [event for event in run.events("gauges") if isinstance(event.get("cores"), list) and event["cores"]]
-    peaks = [float(np.nanmax([number(core) for core in event["cores"]] + [-1.0])) for event in rows]
-    values = np.array(peaks)
-    return run.timeline(_times(rows)), np.where(values < 0, np.nan, values)
+    peaks = numbers(
+        max((core for core in event["cores"] if type(core) in (int, float)), default=None) for event in rows
+    )
+    return run.timeline(_times(rows)), peaks
 
 
 def ranks(run: RunData, named: bool) -> Markup | None:
@@ -249,6 +254,10 @@ def settings(runs: Sequence[RunData]) -> Markup:
             _fold(f"facts-{i}", "Versions, device, command", _table(["fact", "value"], facts)),
             _fold(f"pauses-{i}", "Pauses", _pauses(run)),
             _fold(f"log-{i}", *_log(run.history.directory)),
+            *(
+                _fold(f"profile-{i}-{at}", f"Costliest operations ({path.name})", _text(path))
+                for at, path in enumerate(sorted(run.history.directory.glob("profile*.txt"))[:4])
+            ),
         ]
     return _section("settings", "Settings and log", *parts)
 
@@ -293,6 +302,11 @@ def _log(directory: Path) -> tuple[str, Markup]:
     shown = [line[:1000] for line in sorted(lines)[-LOG_LINES:]]
     body = tag("pre", "\n".join(shown), tabindex="0") if shown else tag("p", "None.", class_="none")
     return f"Warnings and errors in the log ({len(lines)})", body
+
+
+def _text(path: Path) -> Markup:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return tag("pre", file.read(LOG_BYTES // 8), class_="wide-text", tabindex="0")
 
 
 def _section(key: str, title: str, *children: Any) -> Markup:
@@ -344,7 +358,11 @@ def _without_range(line: Line) -> Line:
 
 
 def _times(events: Sequence[Mapping[str, Any]]) -> Floats:
-    return np.array([number(event["time"]) for event in events])
+    return numbers(event["time"] for event in events)
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _short(value: Any) -> str:

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from fasttrain import settings
 from fasttrain.errors import UserError, printable
-from fasttrain.run import Stopped
+from fasttrain.stop import Stopped
 from fasttrain.tools import edit_settings, project, search
 from fasttrain.tools.search import Choice, Proof
 from fasttrain.tools.trials import POLL, Measured, Runs, command, reason, started, tail
