@@ -141,7 +141,7 @@ def test_a_setting_refused_at_the_start_leaves_the_directory_free(train: Train) 
 
 
 def test_a_save_in_the_middle_of_an_accumulated_step_would_lose_gradients(train: Train) -> None:
-    """Saved after every step of two batches, killed in the second epoch, resumed: equal to one that ran through."""
+    """Saved after steps of two batches, stopped in the second epoch, resumed: equal to one that ran through."""
     settings = ("train.epochs=2", "train.accumulate=2", "checkpoint.every_minutes=1e-9", "amp=off")
     whole = train("whole", *settings)
     first = train("parts", *settings, "train.max_steps=8")
@@ -149,7 +149,7 @@ def test_a_save_in_the_middle_of_an_accumulated_step_would_lose_gradients(train:
     assert (whole.code, first.code, rest.code) == (0, 0, 0), rest.output
     assert_equal(weights(whole.checkpoint()), weights(rest.checkpoint()))
     saves = [e for e in first.events("checkpoint") if e["file"] == "last.pt"]
-    assert [e["step"] for e in saves[:3]] == [1, 2, 3]
+    assert saves[0]["step"] == 1  # and then after whichever step found that save done
 
 
 def test_best_is_kept_when_a_resumed_run_is_worse(train: Train) -> None:
