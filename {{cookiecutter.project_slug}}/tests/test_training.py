@@ -141,7 +141,7 @@ def test_a_setting_refused_at_the_start_leaves_the_directory_free(train: Train) 
 
 
 def test_a_save_in_the_middle_of_an_accumulated_step_would_lose_gradients(train: Train) -> None:
-    """Saved after steps of two batches, again and again, stopped in the second epoch, resumed: equal to one that ran through."""
+    """Saved after steps of two batches, stopped in the second epoch, resumed: equal to one that ran through."""
     settings = ("train.epochs=2", "train.accumulate=2", "checkpoint.every_minutes=1e-9", "amp=off")
     whole = train("whole", *settings)
     first = train("parts", *settings, "train.max_steps=8")
