@@ -104,7 +104,7 @@ class Report:
             logger.warning(f"no finite {name} was reached: there is no best.pt")
             return
         best = self.run.dir / "best.pt"
-        where = best if best.exists() else f"no {best}, since nothing in this directory was better"
+        where = best if best.exists() else f"no {best}: nothing in this directory was better, or it could not be saved"
         logger.info(f"best {name} {state.best:.4f} in epoch {state.best_epoch + 1}: {where}")
         if best.exists():
             logger.info(f"next: python -m fasttrain evaluate {best}")
