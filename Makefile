@@ -24,7 +24,7 @@ endef
 # $(call project,FOLDER,GOAL): a goal of the project's own Makefile, in this environment.
 project = venv=`cd "$(VENV)" && pwd` && $(MAKE) --no-print-directory -C "build/$(1)/$(SLUG)" $(2) VENV="$$venv"
 
-.PHONY: help env demo test lint bench clean
+.PHONY: help env demo test lint bench overhead startup clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  */\1 | /p' Makefile | awk -F ' [|] ' '{ printf "make %-8s %s\n", $$1, $$2 }'
@@ -72,7 +72,7 @@ lint: env  ## style and types of the template and the project
 # installed here is said once and then listed as not installed. FFCV is compiled: it needs a C++ compiler, pkg-config,
 # libopencv-dev and libturbojpeg0-dev (Debian, Ubuntu).
 PHOTOS ?= build/photos
-bench: env  ## this project beside its peers, 20 minutes; writes benchmarks/RESULTS.md
+bench: env  ## this project beside its peers, 20 minutes; WRITE=1 keeps it
 	$(call bake,bench)
 	@if ! cmp -s benchmarks/peers.txt "$(VENV)/peers.installed"; then \
 	    while read -r peer; do \
@@ -81,7 +81,17 @@ bench: env  ## this project beside its peers, 20 minutes; writes benchmarks/RESU
 	    done <benchmarks/peers.txt; \
 	    cp benchmarks/peers.txt "$(VENV)/peers.installed"; \
 	fi
-	@"$(PY)" -m benchmarks.run --photos "$(PHOTOS)" --project "build/bench/$(SLUG)" --write $(ARGS)
+	@"$(PY)" -m benchmarks.run --photos "$(PHOTOS)" --project "build/bench/$(SLUG)" $(if $(WRITE),--write) $(ARGS)
+
+# Peers that can't be installed here are named as missing in the table.
+overhead: env  ## what a step costs beside bare PyTorch, Lightning, Accelerate, TraceML (8 minutes; WRITE=1 keeps it)
+	$(call bake,overhead)
+	-@"$(PY)" -m pip install -qq --disable-pip-version-check lightning accelerate traceml-ai==0.5.0
+	@"$(PY)" benchmarks/overhead.py "build/overhead/$(SLUG)" $(if $(WRITE),--write) $(ARGS)
+
+startup: env  ## how long rendering and the way to the first optimizer step take (2 minutes; WRITE=1 keeps it)
+	$(call bake,overhead)
+	@"$(PY)" benchmarks/startup.py "build/overhead/$(SLUG)" $(if $(WRITE),--write) $(ARGS)
 
 clean:  ## remove build/ (not the environment)
 	@rm -rf build

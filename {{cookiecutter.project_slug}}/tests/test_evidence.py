@@ -296,13 +296,13 @@ def test_judge_prints_the_verdict_of_any_run_directory(tmp_path: Path, capsys: p
 
 SLOW_SAMPLES = """
 import time
-_quick = Images.get_into
+_quick = Images.unfinished
 
-def slow(self, index, out):
+def slow(self, index):
     time.sleep(0.04)
-    return _quick(self, index, out)
+    return _quick(self, index)
 
-Images.get_into = slow
+Images.unfinished = slow
 """
 LATE_ON_RANK_1 = """
 import os, time
