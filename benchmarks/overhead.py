@@ -17,6 +17,8 @@ import platform
 import pty
 import re
 import shutil
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -50,7 +52,9 @@ ROWS = (
     Row("ours, nothing watched", "loop"),
     Row("+ stopwatch", "watch"),
     Row("+ recorder", "recorder"),
+    Row("+ looks at where the training stands", "looks"),
     Row("+ gauges", "gauges"),
+    Row("+ verdict", "verdict"),
     Row("+ dashboard: ours, everything on", "ours"),
     Row("ours, the records' disk blocked", "ours", disk="blocked"),
     Row("ours, the disk of records and log full", "ours", disk="full"),
@@ -91,8 +95,8 @@ def main() -> None:
             notes.setdefault(row, note)
             console.print(f"round {number + 1}: {row.name}: {result['mean']:.0f} us a step", highlight=False)
     table = [line(row, found[row], found[rows[0]], notes.get(row, "")) for row in rows if found[row]]
-    table += [(row.name, *("",) * 5, notes[row]) for row in rows if not found[row]]
-    table += [(row.name, *("",) * 5, f"{row.needs} is not installed") for row in missing]
+    table += [(row.name, *("",) * 6, notes[row]) for row in rows if not found[row]]
+    table += [(row.name, *("",) * 6, f"{row.needs} is not installed") for row in missing]
     show(console, table)
     call = call_costs(options.project.resolve())
     for text in call:
@@ -115,6 +119,7 @@ def run(row: Row, project: Path, steps: int) -> tuple[dict[str, float], str]:
         command = [sys.executable]
         if row.needs == "traceml-ai":
             command = [sys.executable, "-m", "traceml_ai.launcher.cli", "run", "--logs-dir", f"{folder}/logs"]
+            command += ["--aggregator-port", str(_free_port())]
         script = str(HERE / "overhead_loops.py")
         values = [str(project), row.loop, str(steps), str(result)]
         command += [script, *(["--args", *values] if row.needs == "traceml-ai" else values)]
@@ -122,7 +127,7 @@ def run(row: Row, project: Path, steps: int) -> tuple[dict[str, float], str]:
         if not result.exists():
             raise Failed(" ".join(output.split())[-300:])
         said = re.findall(r"((?:at least )?\d+) records are missing", output)
-        return json.loads(result.read_text()), f"{said[-1]} records missing, as the log said" if said else ""
+        return dict(json.loads(result.read_text())), f"{said[-1]} records missing, as the log said" if said else ""
 
 
 def _on_a_terminal(command: list[str], folder: Path) -> str:
@@ -131,7 +136,9 @@ def _on_a_terminal(command: list[str], folder: Path) -> str:
     subprocess.run(["stty", "rows", "40", "cols", "100"], stdin=slave, check=False)
     environment = {**os.environ, "TERM": "xterm-256color", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.pop("CI", None)
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=slave, stdout=slave, stderr=slave)
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+    )
     os.close(slave)
     parts: list[bytes] = []
     reader = threading.Thread(target=_drain, args=(master, parts), daemon=True)
@@ -139,7 +146,8 @@ def _on_a_terminal(command: list[str], folder: Path) -> str:
     try:
         process.wait(LIMIT)
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it started
         process.wait()
         reader.join(2)
         os.close(master)
@@ -164,6 +172,12 @@ def _blocked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(pipe)
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
 
 
 def _installed(package: str) -> bool:
@@ -217,18 +231,21 @@ def call_costs(project: Path) -> list[str]:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-HEAD = ("loop", "us a step", "lowest-highest", "over bare, us", "x bare", "median step over bare, us", "note")
+HEAD = ("loop", "us a step", "lowest-highest", "over bare", "x bare", "median step over bare", "CPU over bare", "note")
 
 
 def line(row: Row, mine: list[dict[str, float]], bare: list[dict[str, float]], note: str) -> tuple[str, ...]:
     """The cells of a row: medians over the rounds; differences are those of the medians."""
     means = [each["mean"] for each in mine]
     mean, zero = statistics.median(means), statistics.median(each["mean"] for each in bare)
-    step, step_zero = (statistics.median(each["median"] for each in runs) for runs in (mine, bare))
+    more = [
+        f"{statistics.median(e[k] for e in mine) - statistics.median(e[k] for e in bare):+.0f}"
+        for k in ("median", "cpu")
+    ]
     span = f"{min(means):.0f}-{max(means):.0f}"
     if row.loop == "bare":
-        return row.name, f"{mean:.0f}", span, "", "1.00", "", note
-    return row.name, f"{mean:.0f}", span, f"{mean - zero:+.0f}", f"{mean / zero:.2f}", f"{step - step_zero:+.0f}", note
+        return row.name, f"{mean:.0f}", span, "", "1.00", "", "", note
+    return row.name, f"{mean:.0f}", span, f"{mean - zero:+.0f}", f"{mean / zero:.2f}", *more, note
 
 
 def show(console: Console, rows: list[tuple[str, ...]]) -> None:
@@ -248,14 +265,14 @@ def write(path: Path, rows: list[tuple[str, ...]], calls: list[str], options: ar
         "# The cost of a step",
         "",
         f"{date.today()}, {_processor()}, {os.cpu_count()} cores, {platform.system()}, no GPU; Python",
-        f"{platform.python_version()}, {versions}. `make overhead`: {options.rounds} rounds of {options.steps} steps after",
-        "500 that don't count, each loop in a process of its own, in turns, one thread, on a terminal.",
+        f"{platform.python_version()}, {versions}. `make overhead`: {options.rounds} rounds of {options.steps} steps",
+        "after 500 that don't count, each loop in a process of its own, in turns, one thread, on a terminal.",
         "",
-        "A step is the time from one request for a batch to the next. All loops normalise the same uint8 batches of 64,",
-        "train the same tiny network by the same fused SGD, and read no loss. Ours also follows its learning-rate",
+        "A step is the time from one request for a batch to the next. All loops normalise the same uint8 batches of",
+        "64, train the same tiny network by the same fused SGD, and read no loss. Ours also follows its learning-rate",
         "schedule, seeds each batch, looks the batch up in its slot, and keeps a record with the loss of every step;",
-        "the loader itself is left out everywhere. \"over bare\" compares mean steps, which hold what other threads take",
-        "from the interpreter; \"median step\" is what the training thread does itself.",
+        "the loader itself is left out everywhere. The mean step holds what other threads take from the interpreter;",
+        "the median one is what the training thread does itself. CPU time is that of all threads of the process.",
         "",
         f"| {' | '.join(HEAD)} |",
         f"|---|{'---:|' * (len(HEAD) - 2)}---|",

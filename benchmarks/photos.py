@@ -72,3 +72,12 @@ def _cut(sources: Sequence[Path], out: Path, kind: Kind) -> None:
         folder = out / f"train/class{number % 10:02d}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number:06d}.jpg").write_bytes(jpeg.getvalue())
+
+
+def cut_to_ratio(source: Path, target: Path, most: float = 4 / 3) -> None:
+    """Write the middle of a photo, at most `most` times as wide as high, as a JPEG."""
+    with Image.open(source) as opened:
+        image = opened.convert("RGB")
+    width = min(image.width, int(image.height * most))
+    left = (image.width - width) // 2
+    image.crop((left, 0, left + width, image.height)).save(target, "JPEG", quality=95)

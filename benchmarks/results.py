@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from benchmarks.run import Result
 
 COLUMNS = ("", "img/s", "of all rounds", "this project is", "to reach", "CPU ms/img", "pixels", "conversion")
+# fmt: off
 PACKAGES = (
-    "torch torchvision numpy pillow simplejpeg opencv-python-headless lmdb timm webdataset litdata "
-    "nvidia-dali-cuda120 nvidia-dali-cuda130 spdl spdl-core torchdata ffcv numba"
-).split()
+    "torch", "torchvision", "numpy", "pillow", "simplejpeg", "opencv-python-headless", "lmdb", "timm", "webdataset",
+    "litdata", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "spdl", "torchdata", "ffcv", "numba",
+)
+# fmt: on
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Rendered:
 
     title: str
     rows: list[list[str]]
+    columns: Sequence[str] = COLUMNS
 
 
 def table(group: Group, results: Sequence[Result]) -> Rendered:
@@ -60,6 +63,13 @@ def table(group: Group, results: Sequence[Result]) -> Rendered:
     return Rendered(group.title, rows)
 
 
+def steps_table(costs: dict[str, dict[str, float]]) -> Rendered:
+    """What `steps.measure` found, one column a kind of photos."""
+    names = next(iter(costs.values()))
+    rows = [[name, *(f"{found[name]:.3f}" for found in costs.values())] for name in names]
+    return Rendered("One core, one photo: ms", rows, ("", *costs))
+
+
 def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """How many times as fast: the median over the rounds, since machines change their speed between rounds."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=False))
@@ -67,14 +77,14 @@ def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def shown(rendered: Rendered) -> Table:
     """For the terminal."""
-    found = Table(*COLUMNS, title=rendered.title, title_justify="left")
+    found = Table(*rendered.columns, title=rendered.title, title_justify="left")
     for row in rendered.rows:
         found.add_row(*row)
     return found
 
 
 def markdown(rendered: Rendered) -> str:
-    lines = [f"### {rendered.title}", "", _line(COLUMNS), "|---" * len(COLUMNS) + "|"]
+    lines = [f"### {rendered.title}", "", _line(rendered.columns), "|---" * len(rendered.columns) + "|"]
     return "\n".join([*lines, *map(_line, rendered.rows)])
 
 
@@ -86,9 +96,9 @@ def page(tables: Sequence[Rendered], options: argparse.Namespace, cores: int, co
         f"{datetime.date.today():%Y-%m-%d}, {machine(cores)}. Written by `{command}` in {minutes:.0f} minutes: "
         f"{options.rounds} rounds of {options.seconds:g} s, all competitors in turns, each in a process of its own.",
         "",
-        f"{options.workers} workers or threads, batches of 64, random resized crop (area 8 to 100 %, ratio 3/4 to 4/3) to "
-        "224 x 224, flip, uint8, every page of a batch read by the consumer, page cache warm. README.md explains the "
-        "columns.",
+        f"{options.workers} workers or threads, batches of 64, random resized crop (area 8 to 100 %, ratio 3/4 to 4/3) "
+        "to 224 x 224, flip, uint8, every page of a batch read by the consumer, page cache warm. README.md explains "
+        "the columns.",
         "",
         f"Versions: {versions()}.",
         "",

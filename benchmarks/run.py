@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import photos, results
+from benchmarks import photos, results, steps
 from benchmarks.rows import GROUPS, Group, Row
 from benchmarks.work import Work, files
 
@@ -73,24 +72,31 @@ class Bench:
                         self._measure(group, result, number)
         return found
 
+    def steps(self, kind: str) -> dict[str, float]:
+        """Milliseconds of each step on one core, see steps.py."""
+        return steps.measure(Path(self.options.photos) / kind / "train", Path(self.options.project))
+
     def _prepared(self, group: Group, row: Row) -> Result:
         """The data converted once, and the pixels compared."""
         result = Result(row)
-        kept = self.folder / group.name / f"{row.peer}.json"
-        into = self.folder / group.name / row.peer
+        owner = row.data_of or row.peer
+        kept = self.folder / group.name / f"{owner}.json"
+        into = self.folder / group.name / owner
         photo_folder = self._repeated(group)
         if kept.exists():
             result.data, result.convert_seconds, result.megabytes = json.loads(kept.read_text())
         else:
             shutil.rmtree(into, ignore_errors=True)
             into.parent.mkdir(parents=True, exist_ok=True)
-            said = self._child("prepare", row.peer, self._work(group, photo_folder), into=str(into))
+            said = self._child("prepare", owner, self._work(group, photo_folder), into=str(into))
             if (note := self._note(said)) != "":
                 return self._refused(result, group, note)
             data = Path(said["data"])
             count = 0 if data == photo_folder else _bytes(into)
             result.data, result.convert_seconds, result.megabytes = str(data), said["seconds"], count / 1e6
             kept.write_text(json.dumps([result.data, result.convert_seconds, result.megabytes]))
+        if row.data_of is not None:  # the same pixels
+            return result
         said = self._pixels(group, row)
         if (note := self._note(said)) != "":
             return self._refused(result, group, note)
@@ -99,17 +105,16 @@ class Bench:
         return result
 
     def _pixels(self, group: Group, row: Row) -> dict[str, Any]:
-        """The same on a few photos, each whole."""
+        """A fixed crop of a few photos: all of them, with sides of a ratio that random crops may have."""
         few, into = self.folder / group.name / "few" / "train", self.folder / group.name / "few.data"
         if not few.is_dir():
             for path, label in files(self._photos(group))[::10][:64]:
                 target = few / f"class{label:02d}" / Path(path).name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                _link(path, target)
+                photos.cut_to_ratio(Path(path), target)
         shutil.rmtree(into, ignore_errors=True)
         work = dataclasses.replace(self._work(group, few), batch=32, scale=(1.0, 1.0), flip=0.0)
-        said = self._child("prepare", row.peer, work, into=str(into))
-        return said if self._note(said) else self._child("pixels", row.peer, work.with_data(Path(said["data"])))
+        return self._child("pixels", row.peer, work, into=str(into))
 
     def _measure(self, group: Group, result: Result, number: int) -> None:
         work = self._work(group, self._repeated(group)).with_data(Path(result.data))
@@ -225,6 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = Bench(options, console)
     found = bench.run(groups, [peer for peer in options.peers.split(",") if peer])
     tables = [results.table(group, found[group.name]) for group in groups]
+    kinds = sorted({group.photos for group in groups}, reverse=True)
+    tables.append(results.steps_table({kind: bench.steps(kind) for kind in kinds}))
     for table in tables:
         console.print(results.shown(table))
     minutes = (time.monotonic() - began) / 60
@@ -234,10 +241,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (HERE / "RESULTS.md").write_text(results.page(tables, options, bench.cores, command, minutes))
         console.print(f"written: {HERE / 'RESULTS.md'}")
     return 0
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
 
 
 if __name__ == "__main__":

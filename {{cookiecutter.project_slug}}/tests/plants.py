@@ -61,7 +61,7 @@ TOOLS = """
 
 import builtins, os, time
 from torch.utils.data import get_worker_info
-_plain = Images.get_into
+_plain = Images.unfinished
 
 def work(seconds, blur=np.zeros((200, 200, 3), np.uint8)):
     \"\"\"Computes for so many seconds of a core.\"\"\"
@@ -77,11 +77,11 @@ def each_sample(*lines: str, where: str = "self.train") -> str:
     """Lines that run for each training sample, in the data set."""
     body = "".join(f"        {line}\n" for line in lines)
     return f"""
-def _slowed(self, index, out):
+def _slowed(self, index):
     if {where}:
-{body}    return _plain(self, index, out)
+{body}    return _plain(self, index)
 
-Images.get_into = _slowed
+Images.unfinished = _slowed
 """
 
 
@@ -130,8 +130,8 @@ def pad(samples, *, collate_fn_map=None):
 default_collate_fn_map[Padded] = pad
 
 def _as_dictionary(self, index):
-    image, label = _plain(self, index, (None,))
-    return Padded(image=torch.from_numpy(image.copy()), label=label)
+    image, label = _plain(self, index)
+    return Padded(image=torch.from_numpy(images.finished(image).copy()), label=label)
 
 Images.__getitem__ = _as_dictionary
 """
@@ -162,7 +162,7 @@ BIG = """
 class StandIn(StandIn):
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.big = nn.Parameter(torch.zeros(3000, 1000))
+        self.big = nn.Parameter(torch.zeros(6000, 1000))
 
     def forward(self, images):
         return super().forward(images) + self.big[:1].sum() * 0
@@ -228,7 +228,9 @@ PLANTS: dict[str, Plant] = {
     "blocking log sink": Plant(
         "logging", 160, train=before_training(SLOW_SINK) | beside('mine.info("step %d", state.step)')
     ),
-    "frequent checkpoints": Plant("checkpoint", 100, ("checkpoint.every_minutes=1e-9",), model=BIG),
+    "saving in the loop": Plant(
+        "checkpoint", 100, model=BIG, train=beside('torch.save(net.state_dict(), run.dir / "mine.pt")')
+    ),
     "slow optimizer": Plant(
         "optimizer",
         100,

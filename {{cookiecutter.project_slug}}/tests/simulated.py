@@ -54,8 +54,11 @@ class Training:
     def rank(self, number: int = 0, events: tuple[dict[str, Any], ...] = ()) -> Rank:
         """The records and events of one rank."""
         draw = random.Random(self.seed * 1000 + number)
-        now, free, taken, finished = 5.0, [5.0] * max(1, self.workers), [], []
-        records, effort = [], list[Made]()
+        now, free = 5.0, [5.0] * max(1, self.workers)
+        taken: list[float] = []
+        finished: list[float] = []
+        effort: list[Made] = []
+        records = []
         for i in range(self.batches):
             worker, epoch = i % max(1, self.workers), i // self.epoch
             ahead = self.workers * self.prefetch  # batches that were asked for besides this one

@@ -1,4 +1,4 @@
-"""The verdict: on paper every cause is named, healthy ones are left alone, and more of a fault stays one."""
+"""The verdict on trainings on paper: each cause is named, also where there is more of it; healthy ones are not."""
 
 from __future__ import annotations
 
@@ -221,13 +221,6 @@ def other_processes(much: float) -> list[Rank]:
 
 
 FAULTS: dict[Callable[[float], list[Rank]], str] = {
-    throttled: "quota",
-    tiny_kernels_on_a_device: "tiny_kernels",
-    logging_before_the_optimizer: "logging",
-    saving_in_the_loop: "checkpoint",
-    slow_rank_by_data: "slow_rank",
-    memory_of_a_worker: "memory",
-} | {
     fault: fault.__name__
     for fault in (
         no_workers, few_workers, transforms, disk, jitter, epoch_start, slow_worker, collate, quota, hand_over,
@@ -235,6 +228,16 @@ FAULTS: dict[Callable[[float], list[Rank]], str] = {
         stragglers, communication, memory, files, other_processes,
     )
 }  # fmt: skip
+FAULTS.update(
+    {
+        throttled: "quota",
+        tiny_kernels_on_a_device: "tiny_kernels",
+        logging_before_the_optimizer: "logging",
+        saving_in_the_loop: "checkpoint",
+        slow_rank_by_data: "slow_rank",
+        memory_of_a_worker: "memory",
+    }
+)
 
 
 @pytest.mark.parametrize("much", [1.0, 1.5, 2.0, 4.0])
@@ -328,6 +331,27 @@ def test_pauses_are_not_the_loader_s_fault_nor_the_step_s() -> None:
     pauses(rank, "validation", every=2.0, seconds=0.5)
     pauses(rank, "checkpoint", every=4.0, seconds=0.2)
     assert verdict(rank).findings == ()
+
+
+def test_a_crowded_machine_is_not_the_loader_s_fault() -> None:
+    """Workers and the training thread stand in the queue for cores that others use; a real shortage is still told."""
+
+    def crowded(cpu: float) -> Verdict:
+        rank = Training(
+            batches=300,
+            cores=2,
+            forward=0.02,
+            backward=0.02,
+            made=lambda batch, worker: Made(cpu, queued=0.16, slowest=0.03),
+        ).rank()
+        gauges(rank, cpu=lambda _: 99.0, process_cpu=lambda second: 0.3 * second)
+        for second in range(1, int(rank.records[-1].time - 6)):
+            event = {"time": 6.0 + second, "event": "looks", "looks": 20, "seconds": 1.0, "cpu": 0.2, "at": []}
+            rank.events.append({**event, "queued": 0.3})
+        return verdict(rank)
+
+    assert [finding.cause for finding in crowded(0.005).findings] == ["other_processes"]
+    assert first(crowded(0.2)) == "transforms"
 
 
 def test_gpu_utilisation_is_no_evidence() -> None:

@@ -23,7 +23,7 @@ from fasttrain import checkpoint
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=0")
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 # Three epochs of 11 steps of 6 images. A little time for each step, so that signals find a training under way.
-SETTINGS = (*QUICK, "amp=off", "train.epochs=3", "checkpoint.every_steps=2", "data.batch_size=3")
+SETTINGS = (*QUICK, "run.threads=1", "amp=off", "train.epochs=3", "checkpoint.every_steps=2", "data.batch_size=3")
 SLOW = """
 import time
 
@@ -222,7 +222,7 @@ def test_resumed_with_another_number_of_processes_each_sample_comes_once(
 ) -> None:
     """One process, two, one again, with the same global batch of 6: 64 samples an epoch."""
     home, seen = changed_project("data.py", LOGS_SAMPLES), tmp_path / "seen"
-    plain = ("model.name=stand_in", "model.stand_in_ms=0", "amp=off", "train.epochs=2", "resume=auto")
+    plain = ("run.threads=1", "model.name=stand_in", "model.stand_in_ms=0", "amp=off", "train.epochs=2", "resume=auto")
     for processes, steps in ((1, 4), (2, 15), (1, 22)):
         settings = (*plain, f"data.batch_size={6 // processes}", f"train.max_steps={steps}")
         run = train("run", *settings, processes=processes, home=home, SEEN=str(seen))

@@ -15,6 +15,9 @@ from conftest import Train
 from fasttrain import profile
 from fasttrain.clock import HostClock
 from fasttrain.errors import SettingsError
+from fasttrain.evidence import side_of
+from fasttrain.history import Rank
+from fasttrain.records import BatchRecord
 from fasttrain.transfer import Batch
 
 
@@ -98,3 +101,10 @@ def test_ranks_that_there_are_not_are_refused(ranks: list[int]) -> None:
     with pytest.raises(SettingsError, match=r"profile\.ranks=.* ranks from 0 to 1"):
         profile.wanted(SimpleNamespace(steps=1, ranks=ranks), 0, 2)
     assert profile.wanted(SimpleNamespace(steps=None, ranks=ranks), 0, 2) is False
+
+
+def test_profiled_batches_are_not_judged() -> None:
+    records = [BatchRecord(0, i, float(i), 0.6, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 4) for i in range(40)]
+    told = {"event": "profile", "time": 20.0, "begin": 9.5, "end": 19.5}
+    steps = [record.step for record in side_of(Rank(0, records, [told])).records]
+    assert steps == [step for step in range(40) if not 10 <= step <= 19]

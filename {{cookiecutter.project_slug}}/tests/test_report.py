@@ -21,7 +21,7 @@ from conftest import HOME
 from fasttrain import history
 from fasttrain.errors import UserError
 from fasttrain.judge import Finding, Verdict
-from fasttrain.tools import report, report_data
+from fasttrain.tools import markup, report, report_data
 from fasttrain.tools.report_serve import Server
 
 PHASES = {"wait": 0.03, "copy": 0.0, "forward": 0.05, "backward": 0.03, "optimizer": 0.01, "other": 0.01}
@@ -164,6 +164,12 @@ def test_nothing_in_a_run_gets_out_of_its_place(tmp_path: Path, verdict: None) -
             assert chrome.complaints == []
 
 
+def test_values_for_the_script_are_read_back_and_end_nothing() -> None:
+    block = str(markup.data({EVIL: [1.5, None]}, class_="values"))
+    assert block.count("</") == 1
+    assert json.loads(block.split(">", 1)[1].rsplit("<", 1)[0]) == {EVIL: [1.5, None]}
+
+
 def test_torn_empty_foreign_and_absurd_runs_give_a_page(tmp_path: Path) -> None:
     run = make(tmp_path / "odd", ranks=1)
     absurd: list[dict[str, Any]] = [
@@ -294,13 +300,15 @@ def test_the_page_is_used_by_keyboard(tmp_path: Path, chrome: Chrome) -> None:
     else:
         pytest.fail("the loss chart is not reached")
     assert chrome.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    value = "document.querySelector('#loss output').textContent"
+    value = "document.querySelector('#loss .value').textContent"
     last = chrome.run(value)
     chrome.press("Home", 36)
     first = chrome.run(value)
     chrome.press("End", 35)
     assert float(first) > float(chrome.run(value)) == float(last)
     assert chrome.run("document.querySelector('#speed .cursor').hidden") is False  # the charts share one cursor
+    spoken = chrome.run("document.querySelector('[role=status]').textContent")
+    assert spoken.startswith(chrome.run("document.querySelector('#loss .when').textContent") + ": training ")
     chrome.press("Escape", 27)
     assert chrome.run("document.querySelector('#speed .cursor').hidden") is True
 

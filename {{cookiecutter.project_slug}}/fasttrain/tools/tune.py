@@ -8,6 +8,7 @@ noise is written into config.yaml, where all else stays as it is. Under torchrun
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -154,8 +155,9 @@ def scratch(name: str) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if not was_there and not any(runs.iterdir()):
-            runs.rmdir()
+        if not was_there:
+            with contextlib.suppress(OSError):  # another run has begun in it
+                runs.rmdir()
 
 
 def _sweep(overrides: Sequence[str], folder: Path, processes: int, seconds: float, say: Say) -> tuple[Choice, Choice]:
