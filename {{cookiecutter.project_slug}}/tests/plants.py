@@ -152,7 +152,7 @@ MANY_PARAMETERS = """
 class StandIn(StandIn):
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.many = nn.ParameterList([nn.Parameter(torch.zeros(8, 8)) for _ in range(900)])
+        self.many = nn.ParameterList([nn.Parameter(torch.zeros(8, 8)) for _ in range(1200)])
 
     def forward(self, images):
         return super().forward(images) + torch.cat([*self.many]).sum() * 0
@@ -166,6 +166,19 @@ class StandIn(StandIn):
 
     def forward(self, images):
         return super().forward(images) + self.big[:1].sum() * 0
+"""
+FROM_MEMORY = """
+_ready = {}
+
+def _from_memory(self, index):
+    place = self.train, index % 50
+    if place not in _ready:
+        image, label = _plain(self, index % 8)
+        _ready[place] = images.finished(image), label
+    return _ready[place]
+
+Images.unfinished = _from_memory
+Images.__len__ = lambda self: 200_000 if self.train else 8
 """
 TINY_OPERATIONS = """
 
@@ -270,7 +283,7 @@ PLANTS: dict[str, Plant] = {
 }
 HEALTHY: dict[str, Plant] = {
     "compute-bound": Plant(None, 500),
-    "balanced": Plant(None, 500, data=each_sample("work(0.002)")),
-    "tiny model": Plant(None, 14000, ("model.stand_in_ms=0", "data.image_size=8", "data.batch_size=4")),
+    "balanced": Plant(None, 500, data=each_sample("work(0.004)")),
+    "tiny model": Plant(None, 14000, ("model.stand_in_ms=0", "data.image_size=8"), data=FROM_MEMORY),
     "two ranks": Plant(None, 450, ("data.workers=1",), processes=2),
 }
