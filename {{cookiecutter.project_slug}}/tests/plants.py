@@ -224,7 +224,7 @@ PLANTS: dict[str, Plant] = {
     "slow disk": Plant("disk", 130, data=THROTTLED_FILES),
     "heavy collate": Plant("collate", 150, data=PADDED),
     "one slow worker": Plant(
-        "slow_worker", 130, data=each_sample("time.sleep(0.012 if get_worker_info().id == 1 else 0.001)")
+        "slow_worker", 130, data=each_sample('time.sleep(0.012 if getattr(get_worker_info(), "id", 0) == 1 else 0.001)')
     ),
     "jitter": Plant(
         "jitter", 160, ("data.prefetch_factor=2",), data=each_sample("time.sleep(0.3 if index % 61 == 0 else 0.0005)")
