@@ -17,6 +17,7 @@ DATASETS = ("shapes", "fashion_mnist", "cifar10")  # the data sets that data.py 
 @dataclass
 class Run:
     dir: str | None = location()  # the run directory
+    timeout: float = value(above=0)  # seconds
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = value()
 
 

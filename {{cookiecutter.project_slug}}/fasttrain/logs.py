@@ -100,7 +100,7 @@ class Log:
             return
         mark_reported(error)
         if isinstance(error, UserError):
-            logger.critical(str(error))
+            logger.bind(only=getattr(error, "only", None)).critical(str(error))
         elif isinstance(error, SystemExit):
             if error.code not in (None, 0):
                 logger.bind(only="file").opt(exception=error).warning(f"exits with {error.code}")

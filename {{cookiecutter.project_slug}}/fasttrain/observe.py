@@ -59,6 +59,7 @@ class Report:
     def __init__(self, run: Run, settings: Any, feed: Feed, update: Update, state: State, classes: int) -> None:
         self.run, self.settings = run, settings
         run.begin_training()
+        run.failures.place = lambda: f"epoch {state.epoch + 1}, step {state.step + 1}"
         self.recorder = Recorder(run.dir, run.rank, run.started)
         run.stack.callback(self.recorder.close)
         feed.tell(self.recorder.event)

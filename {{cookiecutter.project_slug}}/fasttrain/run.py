@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -18,14 +18,19 @@ import psutil
 import torch
 import torch.distributed as dist
 from loguru import logger
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fasttrain import facts, logs, machine
 from fasttrain.errors import SettingsError, UserError
+from fasttrain.failures import Failures, tell_launcher
 from fasttrain.settings import to_yaml
+from fasttrain.watchdog import Watchdog, launcher
 from fasttrain.worker import lost_worker
 
 T = TypeVar("T")
 OTHERS_WAIT = 30.0  # seconds that a rank waits before it says an error which rank 0 may be saying
+TO_CONNECT = 60.0  # seconds to reach the launcher's store, which is there before this process
 
 
 @dataclass
@@ -48,7 +53,7 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)  # references unresolved
     home: Path = Path()  # the project's folder
     worker_log: logs.WorkerLog | None = None
-    training: bool = False  # the loop has begun: from here on an error is this rank's own
+    failures: Failures = field(default_factory=Failures)  # who failed first
     stack: ExitStack = field(default_factory=ExitStack)  # closed, last in first out, when the run ends
 
     @property
@@ -57,7 +62,6 @@ class Run:
 
     def begin_training(self) -> None:
         """All is checked: from here on this is a run, whose settings, versions and command line are written down."""
-        self.training = True
         if self.is_main:
             (self.dir / "config.yaml").write_text(to_yaml(self.settings))
             facts.write(self.dir / facts.FILE, self.home, self.device, self.world, self.started, self.began)
@@ -110,44 +114,60 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
         UserError, SettingsError: more processes than GPUs; a run directory that can't be used.
     """
     signal.signal(signal.SIGTERM, _terminate)
-    place = _join()
-    with place.stack:
+    place = _place(run.timeout)
+    with place.stack, _first_cause(place):
+        watchdog = place.stack.enter_context(Watchdog(place.failures, launcher()))
+        _connect(place, run.timeout)
         place.began, place.settings, place.home = psutil.Process().create_time(), settings, home
         directory, checkpoint, place.started = place.on_rank0(lambda: _claim(run.dir, resume, place.began, home))
         place.dir, place.resume = Path(directory), None if checkpoint is None else Path(checkpoint)
         log = place.stack.enter_context(logs.start(place.dir, place.rank, run.log_level))
-        place.worker_log = log.worker_log()
-        try:
-            logger.info("run directory {}", place.dir)
-            if resume == "auto":
-                told = f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh"
-                logger.info("resume=auto: {}", told + ("; only with run.dir set can a run be resumed" * (not run.dir)))
-            with _lost_workers():
-                yield place
-        except UserError:
-            if not place.training:
-                _let_rank0_speak(place.local_rank)
-            raise
-        except (Stopped, KeyboardInterrupt) as stop:
-            goes_on = (
-                f"go on with run.dir={place.dir} resume=auto" if (place.dir / "last.pt").exists() else "no last.pt yet"
-            )
-            logger.warning("stopped by {}; {}", "SIGTERM" if isinstance(stop, Stopped) else "Ctrl-C", goes_on)
-            logs.mark_reported(stop)
-            raise
+        place.worker_log, watchdog.flush = log.worker_log(), log.close
+        if os.environ.get("FASTTRAIN_FAULT"):  # only tests set it
+            from fasttrain import inject
+
+            inject.install(os.environ["FASTTRAIN_FAULT"], place.rank, place.dir)
+        logger.info("run directory {}", place.dir)
+        if resume == "auto":
+            told = f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh"
+            logger.info("resume=auto: {}", told + ("; only with run.dir set can a run be resumed" * (not run.dir)))
+        yield place
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextmanager
-def _lost_workers() -> Iterator[None]:
-    """A loader worker that dies is a line to read, wherever in the loop PyTorch raises it."""
+def _first_cause(place: Run) -> Iterator[None]:
+    """Of all that is raised in all processes, what happened first is said; see failures.py."""
     try:
         yield
-    except RuntimeError as error:
-        if (lost := lost_worker(error)) is None:
+    except (Stopped, KeyboardInterrupt) as stop:
+        if (other := place.failures.explain(stop, asked=True)) is not None:
+            raise other from None
+        goes_on = (
+            f"go on with run.dir={place.dir} resume=auto" if (place.dir / "last.pt").exists() else "no last.pt yet"
+        )
+        logger.warning("stopped by {}; {}", "SIGTERM" if isinstance(stop, Stopped) else "Ctrl-C", goes_on)
+        logs.mark_reported(stop)
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
             raise
-        raise lost from error
+        clear = _as_line(error)
+        if (other := place.failures.explain(clear or error)) is not None:
+            raise other from None
+        if clear is not None:
+            raise clear from error
+        raise
+
+
+def _as_line(error: BaseException) -> UserError | None:
+    """A dead loader worker, wherever in the loop PyTorch raises it, or `sys.exit` in the loop; None for all else."""
+    if not isinstance(error, SystemExit):
+        return lost_worker(error)
+    exit_error = UserError(f"sys.exit({error.code!r}) was called in the training")
+    exit_error.exit_code = error.code if isinstance(error.code, int) else 1
+    return exit_error
 
 
 @contextmanager
@@ -159,12 +179,14 @@ def exits_cleanly() -> Iterator[None]:
         if not logs.reported(error):  # before the run's log was open
             _let_rank0_speak(int(os.environ.get("LOCAL_RANK", "0")))
             sys.stderr.write(f"error: {error}\n")
+        tell_launcher(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:
         if not logs.reported(error):
             sys.stderr.write("interrupted\n")
         sys.exit(130)
     except Exception as error:
+        tell_launcher(error)
         if not logs.reported(error):
             raise
         sys.exit(1)
@@ -178,7 +200,8 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
 
 
 def _let_rank0_speak(local_rank: int) -> None:
-    """Before the loop all ranks meet the same errors, to be read once: the first says it, the launcher ends the rest.
+    """Before they are joined all ranks meet the same errors, to be read once: the first says it, the launcher ends the
+    rest.
 
     Should that not happen, the error is this rank's own after all, and is said after a while.
     """
@@ -194,19 +217,33 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Stopped(128 + number)
 
 
-def _join() -> Run:
-    """Read the launcher's variables, choose the device, form the process group."""
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def _place(timeout: float) -> Run:
+    """Read the launcher's variables, choose the device."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if launched else (0, 0, 1, 1)
+    rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if _launched() else (0, 0, 1, 1)
     device = pick_device(local_rank, local_world)
     if device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # Not set, or set to 1 by torchrun, which does so whatever the machine has.
         torch.set_num_threads(max(1, machine.cores() // local_world))
-    if launched:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
-    return Run(rank, local_rank, world, local_world, device)
+    return Run(rank, local_rank, world, local_world, device, failures=Failures(rank, world, timeout))
+
+
+def _launched() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _connect(place: Run, timeout: float) -> None:
+    """Form the process group. timeout: seconds that a process waits for another in it."""
+    if not _launched():
+        return
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    patience = timedelta(seconds=timeout)
+    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=TO_CONNECT) if by_torchrun else patience))
+    store.set_timeout(patience)
+    place.failures.share(PrefixStore("failures", store))
+    device = place.device if place.device.type == "cuda" else None
+    backend = "cpu:gloo,cuda:nccl" if device else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience, device_id=device)
 
 
 def pick_device(local_rank: int, local_world: int) -> torch.device:
