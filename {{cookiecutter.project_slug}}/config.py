@@ -60,6 +60,7 @@ class Train:
     epochs: int = value(low=1)
     max_steps: int | None = value(low=1)  # optimizer steps
     accumulate: int = value(low=1)  # batches per optimizer step
+    on_nan: Literal["stop", "skip"] = value()
     clip_norm: float | None = value(above=0)
     label_smoothing: float = value(low=0, below=1)
     mixup: float = value(low=0)  # alpha of the beta distribution

@@ -8,6 +8,7 @@ executes nothing.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import time
@@ -21,6 +22,7 @@ from loguru import logger
 from torch import nn
 
 from fasttrain.errors import UserError
+from fasttrain.finite import first_broken
 from fasttrain.parallel import unwrap
 from fasttrain.run import Run
 from fasttrain.state import State
@@ -212,15 +214,19 @@ class Keeper:
 
     def _write(self, name: str, metrics: Mapping[str, float], watch: Watch) -> None:
         began = time.perf_counter()
+        model = {k.replace("_orig_mod.", ""): v for k, v in unwrap(self.model).state_dict().items()}
+        if (broken := first_broken(model.items())) is not None:
+            logger.warning(f"{name} is not written: {broken} is not finite; what stood there before is unharmed")
+            return
         save(
             self.directory / name,
             {
                 "format": FORMAT,
-                "model": {k.replace("_orig_mod.", ""): v for k, v in unwrap(self.model).state_dict().items()},
+                "model": model,
                 "optimizer": self.optimizer.state_dict(),
                 "scaler": self.scaler.state_dict(),
                 "state": self.state.to_dict(),
-                "metrics": dict(metrics),
+                "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
                 "facts": self.facts,
             },
         )

@@ -111,6 +111,15 @@ class Feed:
         loaded = _batches(iter(self._val_loader), self.val_samples, self.val_skips, self._told)
         return (batch for batch in to_device(loaded, self.device, self.clock, self.streams) if batch.size)
 
+    def names(self, indices: list[int]) -> list[str]:
+        """The file names of these training samples; none where the data set knows none. Reads the files."""
+        original = getattr(self.train_samples.dataset, "original", None)
+        try:
+            found = [] if original is None else [getattr(original(index)[0], "name", "") for index in indices]
+        except UserError:  # one of them can't be read
+            return []
+        return [name for name in found if name]
+
     def tell(self, event: Callable[..., None]) -> None:
         """Where events about skipped samples go: `records.Recorder.event`."""
         self.train_skips.event = self.val_skips.event = event

@@ -3,9 +3,9 @@
     FASTTRAIN_FAULT="raise@rank=1,step=3,phase=forward; kill@phase=save,once=/tmp/mark"
 
 Kinds: raise (a fault of the code), user (an error the user can mend), exit (`sys.exit(3)`), vanish (`os._exit(3)`),
-kill and stop (the signals), hang (for ever), slow (`seconds`), nan (the loss; phase=on: from that step on), worker (kill
-a loader worker), launcher (kill the launcher), full (no space on the disk; in a save), lose (`path` is renamed), trace
-(the indices of each batch are written to order<rank>.txt; has no place).
+kill and stop (the signals), hang (for ever), slow (`seconds`), nan (the loss; phase=on: from that step on), worker
+(kill a loader worker), launcher (kill the launcher), full (no space on the disk; in a save), lose (`path` is renamed),
+trace (the indices of each batch are written to order<rank>.txt; has no place).
 
 Phases: sample (in the loader, where the batch is made), data (where the loop asks for it), forward, backward, optimizer
 (at the end of each), validation (its first batch), save (before a checkpoint is written), written (before it gets its
@@ -186,5 +186,5 @@ def install(text: str, rank: int, directory: Path) -> None:
     def spoilt(update: Update, loss: Any) -> None:
         backward(update, loss * float("nan") if injector.nan() else loss)
 
-    setattr(Feed, "train", traced)
-    setattr(Update, "backward", spoilt)
+    Feed.train = traced  # type: ignore[method-assign,assignment]
+    Update.backward = spoilt  # type: ignore[method-assign,assignment]
