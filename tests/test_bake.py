@@ -23,10 +23,10 @@ else:
 # Every file of a project. A new one is added here, so that none comes or goes unseen.
 TOP = ".gitignore LICENSE Makefile README.md config.py config.yaml data.py model.py pyproject.toml train.py"
 FASTTRAIN = """
-    __init__ __main__ checkpoint clock dashboard dashboard_panel errors facts feed folder gauges history host images judge
-    lmdb_file logs machine metrics observe overrides packed parallel parts precision records run sampler seeding
-    settings settings_file shapes sinks skips slots stand_in state tensorboard transfer typed update warm
-    watch window worker
+    __init__ __main__ checkpoint clock dashboard dashboard_panel errors facts feed folder gauges
+    history host images judge lmdb_file logs machine metrics observe overrides packed parallel parts
+    precision records run sampler seeding settings settings_file shapes sinks skips slots stand_in
+    state tensorboard transfer typed update warm watch window worker
 """
 TOOLS = "__init__ bench check_data check_image compare evaluate pack pack_source pack_store project work"
 LAUNCH = "kubernetes.yaml one_machine.sh several_machines.sh slurm.sbatch"

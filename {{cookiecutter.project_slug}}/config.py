@@ -18,6 +18,7 @@ DATASETS = ("shapes", "fashion_mnist", "cifar10")  # the data sets that data.py 
 class Run:
     dir: str | None = location()  # the run directory
     timeout: float = value(above=0)  # seconds
+    threads: int | None = value(low=1)  # of PyTorch, in each training process
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = value()
 
 

@@ -11,6 +11,7 @@ the order it runs. What makes it fast and safe lives in fasttrain/.
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,9 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
 
 
 @torch.no_grad()
-def validate(net: nn.Module, feed: Feed, prepare: data.Prepare, autocast: torch.autocast) -> dict[str, float]:
+def validate(
+    net: nn.Module, feed: Feed, prepare: data.Prepare, autocast: AbstractContextManager[Any]
+) -> dict[str, float]:
     """Means over the validation set; each sample counts once, whatever the number of processes."""
     parallel.share_buffers(net)  # all ranks judge the same network
     plain = parallel.unwrap(net).eval()  # ranks may differ by one batch, which DDP's own forward would wait for

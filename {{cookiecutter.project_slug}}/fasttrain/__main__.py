@@ -10,7 +10,9 @@ COMMANDS = {
     "check-data": "broken, odd and duplicate images, classes that don't match; writes a skip list",
     "compare": "runs side by side: what was changed and what it brought",
     "evaluate": "the metrics of a checkpoint on a split of the data",
+    "judge": "what holds a training back: the evidence, and what to change",
     "pack": "decode and shrink a data set once, into one LMDB file that training reads",
+    "report": "runs as one HTML page; --watch and --serve follow a training",
 }
 
 

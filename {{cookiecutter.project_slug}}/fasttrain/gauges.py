@@ -29,6 +29,9 @@ class Sample:
     memory_total: int | None = None
     rss: int | None = None  # resident memory of this process
     open_files: int | None = None  # handles of this process
+    private: int | None = None  # of rss: bytes shared with no other process and no file
+    process_cpu: float | None = None  # seconds on cores since its start, of this process without its loader workers
+    throttled: float | None = None  # seconds since its start that the CPU quota made this container stand still
     disk_read: float | None = None
     disk_write: float | None = None
     disk_busy: float | None = None  # Linux; part of the time that the device had work

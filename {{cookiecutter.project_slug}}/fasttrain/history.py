@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,21 +48,42 @@ def read(directory: Path) -> History:
         number = int(path.stem[4:])
         events = [row for row in _rows(directory / f"events{number}.jsonl") if "event" in row and "time" in row]
         ranks.append(Rank(number, [record for row in _rows(path) if (record := _record(row))], events))
-    return History(
-        directory,
-        dict(yaml.safe_load(settings.read_text()) or {}) if settings.exists() else {},
-        dict(json.loads(facts.read_text())) if facts.exists() else {},
-        ranks,
-    )
+    return History(directory, _mapping(settings, yaml.safe_load), _mapping(facts, json.loads), ranks)
+
+
+def _mapping(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path}: can't be read ({' '.join(str(error).split())[:200]})") from None
+    return found if isinstance(found, dict) else {}
+
+
+_NEEDED, _OPTIONAL = BatchRecord._fields[:11], BatchRecord._fields[11:]
+_NUMBER, _OR_NOTHING = frozenset((int, float)), frozenset((int, float, type(None)))
+
+
+def last(rank: Rank, seconds: float) -> Rank:
+    """The records of the last so many seconds of one rank, with its events, also those that hold for longer."""
+    if not rank.records:
+        return rank
+    since = rank.records[-1].time - seconds
+    events = [event for event in rank.events if event["time"] >= since or event["event"] in ("loader", "graph")]
+    return Rank(rank.number, [record for record in rank.records if record.time >= since], events)
 
 
 def _record(row: Mapping[str, Any]) -> BatchRecord | None:
-    """None for a line of another kind."""
-    known = {name: row[name] for name in BatchRecord._fields if name in row}
+    """None for a line of another kind, or one whose values are not numbers."""
     try:
-        return BatchRecord(**known)
-    except TypeError:
+        needed = [*map(row.__getitem__, _NEEDED)]
+        if not _NUMBER.issuperset(map(type, needed)) or not math.isfinite(sum(needed)):
+            return None
+    except (KeyError, OverflowError):  # a whole number beyond floats
         return None
+    optional = [*map(row.get, _OPTIONAL)]
+    return BatchRecord(*needed, *optional) if _OR_NOTHING.issuperset(map(type, optional)) else None
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -71,7 +93,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 row = json.loads(line)
-            except ValueError:  # half written: the training goes on, or was killed
+            except (ValueError, RecursionError):  # half written: the training goes on, or was killed
                 continue
             if isinstance(row, dict):
                 yield row

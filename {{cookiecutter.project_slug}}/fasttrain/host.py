@@ -10,8 +10,9 @@ from typing import Any
 
 import psutil
 
-CGROUP = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
+from fasttrain import machine
+from fasttrain.effort import private_memory
+
 UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 
 
@@ -35,6 +36,9 @@ class Host:
             "memory_total": lambda: memory()[1],
             "rss": lambda: self._process.memory_info().rss,
             "open_files": self._open_files,
+            "private": lambda: private_memory(self._process),
+            "process_cpu": lambda: sum(self._process.cpu_times()[:2]),
+            "throttled": machine.throttled,
             "disk": self._throughput,
         }
 
@@ -87,36 +91,24 @@ def disk_of(path: Path) -> str | None:
     return block.parent.name if (block / "partition").exists() else block.name
 
 
-def memory() -> tuple[int, int]:
-    """Bytes used (without the page cache) and in all: of the container where it has a limit, else of the machine."""
-    machine = psutil.virtual_memory()
-    total = int(machine.total)
+def memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Bytes used (without the page cache) and in all: of the container where it has a limit, else of the machine.
+
+    Args:
+        root: of the file system that tells about control groups; the tests give another.
+    """
+    whole = psutil.virtual_memory()
+    total = int(whole.total)
     for limit, used, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        for folder in _memory_groups():
+        for folder in machine.groups(root, "memory"):
             allowed = _number(folder / limit)
             current = _number(folder / used)
             if allowed is not None and current is not None and allowed < min(total, UNLIMITED):
                 return max(0, current - _statistic(folder / "memory.stat", cache)), allowed
-    return total - int(machine.available), total
-
-
-def _memory_groups() -> list[Path]:
-    """This process' memory control groups, from its own up to the root; inside a container only the root may show."""
-    try:
-        entries = OWN_GROUPS.read_text().splitlines()
-    except OSError:
-        return []
-    folders: list[Path] = []
-    for entry in entries:
-        _, controllers, name = entry.split(":", 2)
-        if controllers in ("", "memory") or "memory" in controllers.split(","):
-            root = CGROUP / "memory" if controllers else CGROUP
-            own = root / name.lstrip("/")
-            folders += [own, *(parent for parent in own.parents if parent == root or root in parent.parents)]
-    return folders
+    return total - int(whole.available), total
 
 
 def _number(file: Path) -> int | None:

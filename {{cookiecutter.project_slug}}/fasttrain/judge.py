@@ -1,4 +1,8 @@
-"""The verdict: what holds a training back, from its records alone. Pure arithmetic: no clock, no files, no torch."""
+"""The verdict: what holds a training back, from its records alone. Pure arithmetic: no clock, no files, no torch.
+
+evidence.py puts the records in order; each judge_*.py finds causes of one kind. A finding is made only where the
+evidence is sure: shares are compared with limits by the spread between parts of the series.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fasttrain import judge_data, judge_growth, judge_ranks, judge_step
+from fasttrain.evidence import LEAST, LEAST_SECONDS, Side, percent, side_of
+from fasttrain.findings import CAUSES as CAUSES
+from fasttrain.findings import Finding as Finding
 from fasttrain.history import Rank
 
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that costs time, or will end badly."""
-
-    cause: str  # one of CAUSES
-    share: float  # part of the wall time that it costs, 0 to 1; 0 for growth of memory and the like
-    sure: float  # 0 to 1
-    says: str  # one sentence: what limits
-    evidence: str  # the numbers it rests on
-    remedy: str  # the exact change, such as "data.workers: 2 -> 6", and the gain to expect
-    rank: int | None = None  # the rank it is about; None for all
+NOTES = ("other_processes",)  # true, but nothing that the training does: after all others
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,16 @@ class Verdict:
     says: str  # the verdict in one sentence
     busy: float | None = None  # part of the wall time in which the step computed, 0 to 1
 
-
-CAUSES: tuple[str, ...] = ()
+    def lines(self) -> list[str]:
+        """For people: each finding with its evidence and its remedy."""
+        text = [f"verdict: {self.says}"]
+        for finding in self.findings:
+            cost = f"costs {percent(finding.share)}, " if finding.share else ""
+            where = "" if finding.rank is None else f"rank {finding.rank}: "
+            if finding is not self.findings[0]:
+                text.append(f"also: {where}{finding.says}")
+            text += [f"  {cost}sure {percent(finding.sure)}: {finding.evidence}", f"  do: {finding.remedy}"]
+        return text
 
 
 def judge(ranks: Sequence[Rank], settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Verdict:
@@ -42,4 +47,60 @@ def judge(ranks: Sequence[Rank], settings: Mapping[str, Any], facts: Mapping[str
         ranks: the records of a window, or of a whole run, and the events of the run.
         settings: config.yaml as the run saved it. facts: run.json.
     """
-    return Verdict((), False, "not enough evidence yet")
+    sides = [side_of(rank) for rank in ranks]
+    judged = [side for side in sides if side.enough]
+    if not judged:
+        return Verdict((), False, _too_little(sides))
+    growth = [finding for side in judged for finding in judge_growth.find(side)]
+    costs: list[Finding] = []
+    slow = judge_ranks.find(judged, settings)
+    costs += slow
+    for side in judged:
+        blamed = {finding.rank for finding in slow if finding.cause == "slow_rank"}
+        if not blamed or side.number in blamed:  # the others wait for that one, whatever else they show
+            found = [*judge_data.find(side, settings), *judge_step.find(side, settings)]
+            costs += [finding if len(judged) == 1 else finding.at(side.number) for finding in found]
+    merged = _once(costs, len(judged))
+    merged.sort(key=lambda finding: (finding.cause in NOTES, finding.cause != "slow_rank", -finding.share))
+    findings = tuple(_once(growth, len(judged)) + merged)
+    findings = tuple(sorted(findings, key=lambda finding: -_weight(finding)))
+    busy = sum(side.part(phase) for side in judged for phase in ("forward", "backward", "optimizer")) / len(judged)
+    return Verdict(findings, True, _says(findings, busy), busy)
+
+
+def _weight(finding: Finding) -> float:
+    """Order of the findings: by cost; growth before small costs; notes last."""
+    if finding.cause in NOTES:
+        return finding.share - 1
+    if finding.cause == "slow_rank":
+        return 1 + finding.share
+    return finding.share if finding.share > 0 else finding.weight
+
+
+def _once(findings: Sequence[Finding], ranks: int) -> list[Finding]:
+    """One finding a cause: the costliest; of all ranks (None) if every one has it."""
+    by_cause: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_cause.setdefault(finding.cause, []).append(finding)
+    result = []
+    for same in by_cause.values():
+        worst = max(same, key=lambda finding: finding.share)
+        result.append(worst.at(None) if ranks > 1 and len(same) == ranks else worst)
+    return result
+
+
+def _says(findings: Sequence[Finding], busy: float) -> str:
+    if not findings:
+        return f"nothing holds this training back: {percent(busy)} of the time goes to computing"
+    first = findings[0]
+    where = "" if first.rank is None else f"rank {first.rank}: "
+    return f"{where}{first.says}"
+
+
+def _too_little(sides: Sequence[Side]) -> str:
+    batches = max((len(side.records) for side in sides), default=0)
+    seconds = max((side.wall for side in sides), default=0.0)
+    return (
+        f"not enough evidence yet: {batches} batches in {seconds:.1f} s after the warm-up, "
+        f"at least {LEAST} in {LEAST_SECONDS:.0f} s are needed"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fasttrain import dashboard, logs
 from fasttrain.errors import SettingsError
 from fasttrain.feed import Feed
 from fasttrain.gauges import Gauges
+from fasttrain.looks import Looks
 from fasttrain.records import PHASES, BatchRecord, Recorder
 from fasttrain.run import Run
 from fasttrain.state import State
@@ -30,12 +32,11 @@ class Totals:
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def batches(self, records: list[BatchRecord]) -> None:
-        for record in records:
-            self.seen += 1
-            if self.seen > WARM_UP:
-                self.images += record.images
-                for phase in PHASES:
-                    self.seconds[phase] += getattr(record, phase)
+        counted = records[max(0, WARM_UP - self.seen) :]
+        self.seen += len(records)
+        self.images += sum(record.images for record in counted)
+        for phase in PHASES:
+            self.seconds[phase] += sum(map(attrgetter(phase), counted))
 
     def event(self, event: dict[str, Any]) -> None:
         return None
@@ -70,6 +71,7 @@ class Report:
         self.totals = Totals(run.world)
         self.watch = Watch(self.recorder, feed.clock, run.started, run.began)
         run.stack.callback(self.watch.abandon)  # after `end` there is nothing left to abandon
+        run.stack.enter_context(Looks(self.recorder.event, lambda: self.watch.doing))
         if run.is_main:
             self.recorder.show_on(self.totals)
             self._show_dashboard(feed, state, gauges)

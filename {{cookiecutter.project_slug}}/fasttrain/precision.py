@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +40,9 @@ def cpu_has_bfloat16(cpuinfo: Path) -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """The context of a forward pass in this format; None computes in float32."""
-    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """The context of a forward pass in this format, to be entered as often as wanted; None computes in float32.
+
+    Making an autocast costs more than entering it, and an autocast that is switched off as much as one that isn't.
+    """
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)

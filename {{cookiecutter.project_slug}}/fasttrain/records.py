@@ -7,6 +7,7 @@ TensorBoard) four times a second.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import math
 import os
@@ -50,6 +51,16 @@ class BatchRecord(NamedTuple):
     ready: int | None = None  # batches ready in the loader when this one was asked for
     host_wall: float | None = None  # on a device with a queue of its own: the same batch on the host's clock
     host_wait: float | None = None  # and how long the host waited for the loader
+    behind: int | None = None  # batches before this one that the device had not ended when the host was through with it
+    backward_cpu: float | None = None  # on a CPU: seconds of the backward phase in which this thread ran
+    made_cpu: float | None = None  # of `made`: seconds on a core
+    made_queued: float | None = None  # ready to run, without a core
+    assembly: float | None = None  # putting the samples together
+    slowest: float | None = None  # sample
+    tail: float | None = None  # in samples that took several times the batch's median one
+
+
+_LOSS = BatchRecord._fields.index("loss")
 
 
 class View(Protocol):
@@ -169,7 +180,7 @@ class Recorder:
         self._show("batches", records)
         for event in events:
             self._show("event", event)
-        self._write(self._files[0], [_line(_fields(record)) for record in records])
+        self._write(self._files[0], [record_line(record) for record in records])
         self._write(self._files[1], [_line(event) for event in events])
         self._show("draw", time.monotonic())
 
@@ -181,7 +192,7 @@ class Recorder:
         if record.loss is None or isinstance(record.loss, float):
             return record
         try:
-            return record._replace(loss=float(record.loss))
+            return BatchRecord._make((*record[:_LOSS], float(record.loss), *record[_LOSS + 1 :]))
         except Exception as error:  # a loss that isn't one number; the other fields of the record are still good
             self._warn("loss", f"the loss of step {record.step} is not one number ({error}); it is left out")
             return record._replace(loss=None)
@@ -236,8 +247,30 @@ def _plain(value: Any) -> Any:
     return number if math.isfinite(number) else str(number)
 
 
-def _fields(record: BatchRecord) -> dict[str, Any]:
-    return {name: value for name, value in zip(record._fields, record, strict=True) if value is not None}
+def record_line(record: BatchRecord) -> str:
+    """One JSON line: times to 0.1 us, what is None left out.
+
+    Written by one % on a template, at less than half of what the JSON encoder takes: while the recorder's thread
+    formats, a training that launches small kernels waits for the interpreter.
+    """
+    values = tuple([value for value in record if value is not None])
+    if not math.isfinite(sum(values)):
+        return _line({name: value for name, value in record._asdict().items() if value is not None})
+    return _template(tuple([value is not None for value in record])) % values
+
+
+@functools.cache
+def _template(known: tuple[bool, ...]) -> str:
+    """For the records in which these fields are known."""
+    fields = [name for name, is_known in zip(BatchRecord._fields, known, strict=True) if is_known]
+    return "{" + ",".join(f'"{name}":{_FORMS.get(name) or _form(name)}' for name in fields) + "}\n"
+
+
+_FORMS = {"loss": "%.9g", "lr": "%.9g"}  # as many digits as a float32 has
+
+
+def _form(name: str) -> str:
+    return "%d" if "int" in str(BatchRecord.__annotations__[name]) else "%.7f"
 
 
 def _line(fields: dict[str, Any]) -> str:

@@ -114,7 +114,7 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
         UserError, SettingsError: more processes than GPUs; a run directory that can't be used.
     """
     signal.signal(signal.SIGTERM, _terminate)
-    place = _place(run.timeout)
+    place = _place(run.timeout, run.threads)
     with place.stack, _first_cause(place):
         watchdog = place.stack.enter_context(Watchdog(place.failures, launcher()))
         _connect(place, run.timeout)
@@ -217,12 +217,14 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Stopped(128 + number)
 
 
-def _place(timeout: float) -> Run:
+def _place(timeout: float, threads: int | None) -> Run:
     """Read the launcher's variables, choose the device."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if _launched() else (0, 0, 1, 1)
     device = pick_device(local_rank, local_world)
-    if device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # Not set, or set to 1 by torchrun, which does so whatever the machine has.
         torch.set_num_threads(max(1, machine.cores() // local_world))
     return Run(rank, local_rank, world, local_world, device, failures=Failures(rank, world, timeout))

@@ -170,8 +170,7 @@ class Slots:
         self.memory = Shared(max(1, self.slot_size * count), what)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._written = 0  # batches begun by this worker
-        if pinning is not None:
-            self._pin(pinning)
+        self.pinned = pinning is not None and self._pin(pinning)
 
     def tensors(self, worker: int, slot: int, size: int) -> tuple[torch.Tensor, ...]:
         """The first `size` samples of a slot, as views."""
@@ -201,16 +200,17 @@ class Slots:
             self._views[number] = tuple(views)
         return self._views[number]
 
-    def _pin(self, pinning: Pinning) -> None:
+    def _pin(self, pinning: Pinning) -> bool:
         address = self.memory.bytes.data_ptr()
         try:
             pinning.pin(address, self.memory.size)
         except RuntimeError as error:
             size = f"{self.memory.size / 1e6:,.0f} MB"
             logger.warning(f"{size} of batches can't be pinned, so copies don't overlap with compute: {error}")
-            return
+            return False
         end = weakref.finalize(self.memory, pinning.unpin, address)
         end.atexit = False  # the driver may be gone by then, and the memory goes with the process
+        return True
 
 
 class Slot:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from fasttrain.clock import Clock, Stamp
+from fasttrain.effort import Effort, Usage
 
 
 class Bad(NamedTuple):
@@ -45,6 +46,8 @@ class Batch:
     copied: tuple[Stamp, Stamp] | None = None  # when its copy to the device began and ended
     slot: int | None = None  # of this worker's slots (slots.py); None: the tensors came with the batch
     bad: list[Bad] = field(default_factory=list)  # samples that were replaced, or in validation left out
+    effort: Effort | None = None  # what making it cost the worker
+    usage: Usage | None = None  # now and then: what the worker holds
 
     @property
     def size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -95,18 +96,21 @@ class Update:
         self.finite = Finite(model, optimizer, device, on_nan, self.scaled, names)
         self.step, self.lr = 1, schedule(0)  # number, from 1, and rate of the step that the current batch belongs to
         self.stepped = False  # whether the last batch ended a step; between, gradients are half gathered
-        self._due, self._parts, self._batch = True, 1, Batch((), [], 0, 0, 0, 0, 0.0, None)
+        self._due, self._parts = True, 1
+        self._epoch, self._ends = 0, False  # of the current batch: its epoch, whether it is the last one
         self._max_steps: int | None = None
+        self._autocast = autocast(device, dtype)
 
-    def forward(self, batch: Batch) -> torch.autocast:
+    def forward(self, batch: Batch) -> AbstractContextManager[Any]:
         """The context of the forward pass: autocast; the ranks' gradients are summed only in a step's last batch."""
         first = batch.number - batch.number % self.accumulate
         last = min(first + self.accumulate - 1, batch.last)
-        self._due, self._parts, self._batch = batch.number == last, last - first + 1, batch
+        self._due, self._parts = batch.number == last, last - first + 1
+        self._epoch, self._ends = batch.epoch, batch.number == batch.last
         self.finite.begin(batch, batch.number == first)
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = self._due  # what DDP's no_sync() sets; read by its forward pass
-        return autocast(self.device, self.dtype)
+        return self._autocast
 
     def batches_left(self, state: State, max_steps: int | None) -> int | None:
         """Batches until the optimizer step at which to stop; None: no such step is set."""
@@ -140,6 +144,5 @@ class Update:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         state.step += 1
-        last = self._batch.number == self._batch.last or state.step == self._max_steps
-        self.finite.note(state.step, self._batch.epoch, self.lr, last)
+        self.finite.note(state.step, self._epoch, self.lr, self._ends or state.step == self._max_steps)
         return True

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from fasttrain import seeding
+from fasttrain.effort import Meter, UsageClock
 from fasttrain.errors import UserError
 from fasttrain.logs import WorkerLog
 from fasttrain.sampler import BatchKey
@@ -79,14 +80,15 @@ class Samples(Dataset[Any]):
         self.dataset, self.seed, self.rank, self.training = dataset, seed, rank, training
         self.on_error, self.made = on_error, made
         self.slots: Slots | None = None  # set before the workers start, if the samples fit
+        self.usage = UsageClock()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, key: BatchKey) -> Batch | Failed:
-        began = time.perf_counter()
         info = get_worker_info()
         worker = None if info is None else info.id
+        meter = Meter(alone=worker is not None)
         into = Stack() if self.slots is None else self.slots.next(worker or 0)
         epoch = key.epoch if self.training else VALIDATION_EPOCH
         start = seeding.mix(self.seed, seeding.SAMPLE, epoch)
@@ -95,6 +97,7 @@ class Samples(Dataset[Any]):
         try:
             for index in key.indices:
                 seeding.seed_all(index, start=start)
+                began = time.perf_counter()
                 try:
                     sample = into.read(self.dataset, index)
                 except UserError as error:
@@ -105,6 +108,7 @@ class Samples(Dataset[Any]):
                     if not self.training:
                         continue
                     index, sample = self._another(into, epoch, index)
+                meter.sample(time.perf_counter() - began)
                 into.put(sample, index)
                 used.append(index)
         except UserError as error:
@@ -113,8 +117,11 @@ class Samples(Dataset[Any]):
         tensors, slot = (into.tensors(), None) if isinstance(into, Stack) else (None, into.number)
         if worker is not None:
             self.made[worker] += 1
-        seconds = time.perf_counter() - began
-        return Batch(tensors, used, key.epoch, key.number, key.last, key.end, seconds, worker, slot=slot, bad=bad)
+        usage = None if worker is None else self.usage.due(worker)
+        effort = meter.stop()
+        made = Batch(tensors, used, key.epoch, key.number, key.last, key.end, effort.seconds, worker)
+        made.slot, made.bad, made.effort, made.usage = slot, bad, effort, usage
+        return made
 
     def _another(self, into: Slot | Stack, epoch: int, index: int) -> tuple[int, Any]:
         """A sample in the place of a bad one: the same whichever process meets it."""

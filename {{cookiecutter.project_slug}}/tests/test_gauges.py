@@ -175,28 +175,26 @@ def test_samples_come_as_events_and_the_thread_ends(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_memory_is_that_of_the_container_where_it_has_a_limit(
-    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_that_of_the_container_where_it_has_a_limit(version: int, tmp_path: Path) -> None:
     names = {
         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         2: ("memory.max", "memory.current", "inactive_file"),
     }
     limit, usage, cache = names[version]
-    root = tmp_path / "memory" if version == 1 else tmp_path
-    group = root / "outer" / "inner"
+    root = tmp_path / "sys/fs/cgroup"
+    group = (root / "memory" if version == 1 else root) / "outer" / "inner"
     group.mkdir(parents=True)
     (group / limit).write_text("max\n" if version == 2 else f"{2**63 - 4096}\n")
     (group / usage).write_text("1\n")
     (group.parent / limit).write_text("400000000\n")
     (group.parent / usage).write_text("300000000\n")
     (group.parent / "memory.stat").write_text(f"anon 5\n{cache} 100000000\n")
-    (tmp_path / "own").write_text("0::/outer/inner\n" if version == 2 else "5:cpu:/x\n4:memory:/outer/inner\n")
-    monkeypatch.setattr(host, "CGROUP", tmp_path)
-    monkeypatch.setattr(host, "OWN_GROUPS", tmp_path / "own")
-    assert host.memory() == (200000000, 400000000)
+    own = tmp_path / "proc/self/cgroup"
+    own.parent.mkdir(parents=True)
+    own.write_text("0::/outer/inner\n" if version == 2 else "5:cpu:/x\n4:memory:/outer/inner\n")
+    assert host.memory(tmp_path) == (200000000, 400000000)
     (group.parent / limit).write_text(f"{2**60}\n")
-    assert host.memory()[1] > 400000000
+    assert host.memory(tmp_path)[1] > 400000000
 
 
 def test_disk_throughput_is_the_difference_of_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
