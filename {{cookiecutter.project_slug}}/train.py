@@ -52,6 +52,7 @@ def make_data(cfg: Config, run: Run) -> tuple[data.Datasets, Feed]:
         world=run.world,
         device=run.device,
         worker_log=run.worker_log,
+        timeout=cfg.run.timeout,
     )
     run.stack.callback(feed.close)
     return sets, feed
