@@ -281,8 +281,8 @@ def _next(source: Iterator[Any], timeout: float) -> Any:
                 raise
             if time.monotonic() >= until:
                 raise UserError(
-                    f"no batch came from the loader workers within {timeout:g} s (run.timeout): does the disk or server "
-                    "behind data.path answer?"
+                    f"no batch came from the loader workers within {timeout:g} s (run.timeout): does the disk "
+                    "or server behind data.path answer?"
                 ) from None
 
 

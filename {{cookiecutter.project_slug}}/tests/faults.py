@@ -164,7 +164,8 @@ def check(case: Case, outcome: Outcome) -> list[str]:
         if case.says not in (outcome.dir / f"rank{rank}.log").read_text():
             wrong.append(f"rank {rank} does not say {case.says!r}")
     if not case.survives:
-        said = sum(case.says in line and "CRITICAL" in line or "ERROR" in line for line in outcome.ours.splitlines())
+        loud = [line for line in outcome.ours.splitlines() if "CRITICAL" in line or "ERROR" in line]
+        said = sum(case.says in line for line in loud)
         if said != 1:
             wrong.append(f"said {said} times on the console")
         root = outcome.output.rpartition("Root Cause")[2]
