@@ -85,6 +85,8 @@ class Checkpoint:
     metric: str = value()
     mode: Literal["max", "min"] = value()
     every_minutes: float = value(above=0)
+    every_steps: int | None = value(low=1)  # optimizer steps
+    stop_seconds: float = value(above=0)
 
 
 @dataclass

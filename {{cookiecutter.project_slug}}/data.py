@@ -19,6 +19,7 @@ sample from (seed, epoch, index), so its augmentation depends neither on the wor
 
 from __future__ import annotations
 
+import hashlib
 import random
 import socket
 from collections.abc import Sequence
@@ -82,6 +83,10 @@ class Images(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.listing)
 
+    def fingerprint(self) -> str:
+        """Of names and labels: a run is not resumed within an epoch of other files."""
+        return self.listing.fingerprint()
+
     def original(self, index: int) -> tuple[images.Picture, int]:
         """An image before any transform, and its label: what `python -m fasttrain pack` stores."""
         return images.load(self.listing.path(index)), self.listing.label(index)
@@ -124,6 +129,10 @@ class Arrays(Dataset[Sample]):
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def fingerprint(self) -> str:
+        """Of the labels."""
+        return hashlib.blake2b(self.labels.tobytes(), digest_size=16).hexdigest()
 
     def original(self, index: int) -> tuple[images.Picture, int]:
         """An image before any transform, and its label: what `python -m fasttrain pack` stores."""

@@ -11,6 +11,7 @@ the order it runs. What makes it fast and safe lives in fasttrain/.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,14 @@ import data
 import model
 from config import Config
 from fasttrain import machine, observe, parallel, precision, seeding, settings
-from fasttrain.checkpoint import Keeper, load_weights
+from fasttrain.checkpoint import load_weights
 from fasttrain.feed import Feed
+from fasttrain.keeper import Keeper
 from fasttrain.metrics import Means
+from fasttrain.resume import fingerprint
 from fasttrain.run import Run, exits_cleanly, start
 from fasttrain.state import State
+from fasttrain.transfer import Batch
 from fasttrain.update import Schedule, Update, build_optimizer
 from fasttrain.warm import Warming
 
@@ -105,6 +109,7 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
     facts = {
         "classes": sets.classes,
         "training_samples": len(sets.train),
+        "training_data": fingerprint(sets.train),
         "optimizer": cfg.optimizer.name,
         "effective_batch": feed.global_batch * cfg.train.accumulate,
         "settings": saved,
@@ -129,27 +134,29 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
             watch.mark("optimizer")
             state.advance(batch)
             watch.note(update.step, loss, update.lr)
-            keeper.save_last_if_due(watch)
+            keeper.save_last_if_due(watch)  # and the place where all ranks end when a signal asks for it
 
         with watch.pause("validation"):  # stop the clock
-            metrics = validate(net, feed, prepare, precision.autocast(run.device, update.dtype))
+            batches = run.stop.until_stopped(feed.validation())
+            metrics = validate(net, batches, prepare, precision.autocast(run.device, update.dtype))
         complete = feed.batches(state.position) == 0  # False if max_steps ended the epoch in the middle
         improved = state.finish_epoch(metrics, cfg.checkpoint.metric, cfg.checkpoint.mode, complete)
         report.epoch(epoch, state, metrics, improved)
         keeper.save_epoch(watch, metrics, improved)  # best.pt if better, last.pt to go on from
 
+    keeper.finish(watch)  # the last files are whole on the disk
     report.end(state)
 
 
 @torch.no_grad()
 def validate(
-    net: nn.Module, feed: Feed, prepare: data.Prepare, autocast: AbstractContextManager[Any]
+    net: nn.Module, batches: Iterable[Batch], prepare: data.Prepare, autocast: AbstractContextManager[Any]
 ) -> dict[str, float]:
     """Means over the validation set; each sample counts once, whatever the number of processes."""
     parallel.share_buffers(net)  # all ranks judge the same network
     plain = parallel.unwrap(net).eval()  # ranks may differ by one batch, which DDP's own forward would wait for
     means = Means()
-    for batch in feed.validation():
+    for batch in batches:
         with autocast:
             images, labels = prepare(*batch.tensors, training=False)
             logits = plain(images)

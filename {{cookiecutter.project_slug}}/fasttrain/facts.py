@@ -19,14 +19,16 @@ FILE = "run.json"
 PACKAGES = ("torch", "torchvision", "numpy", "omegaconf", "opencv-python-headless", "simplejpeg", "pillow")
 
 
-def write(path: Path, home: Path, device: torch.device, world: int, started: float, began: float) -> None:
+def write(path: Path, run_id: str, home: Path, device: torch.device, world: int, started: float, began: float) -> None:
     """Write the file. A resumed run keeps what stands there about the first start, and adds this one.
 
     Args:
+        run_id: stands in the run's checkpoints, too.
         home: the project's folder, for its revision.
         started, began: when the run and when this process began, ``time.time()``.
     """
     facts = {
+        "id": run_id,
         "started": started,
         "command": sys.argv,
         "python": platform.python_version(),
@@ -43,9 +45,10 @@ def write(path: Path, home: Path, device: torch.device, world: int, started: flo
     whole.replace(path)
 
 
-def started(path: Path) -> float:
-    """When the run first began."""
-    return float(_read(path)["started"])
+def first_start(path: Path) -> tuple[float, str]:
+    """When the run first began, and its id."""
+    facts = _read(path)
+    return float(facts["started"]), str(facts.get("id", ""))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -33,6 +33,9 @@ PATIENCE = 3.0  # seconds in which the others may say that they, too, lost someb
 TO_END = 30.0  # seconds that a process which has failed may take to end; then it is ended
 _OTHERS = re.compile(r"third_party/gloo|gloo/transport|NCCL|TCPStore|Connection (closed|reset) by peer")
 
+_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process (\d+)")
+_PLACE = re.compile(r'File "(.+?)", line (\d+), in (\w+)')
+
 
 class Cause(NamedTuple):
     """What ended the training, and on which rank; None: outside of all."""
@@ -94,9 +97,12 @@ class Failures:
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         faulthandler.dump_traceback_later(TO_END, exit=True, file=sys.__stderr__ or sys.stderr)
-        known, followed = self.known(), is_of_others(error)
+        known = self.known()
+        followed = is_of_others(error) or str(error) == str(known)
+        if self._gone is not None:
+            return EndedByOther(self._gone)
         if known is None and self._store is None:
-            return EndedByOther(self._gone) if self._gone is not None and followed else None
+            return None
         if known is None and followed:
             known, aloud = self._find_lost(error)
             return EndedByOther(known, aloud)
@@ -195,9 +201,14 @@ def one_line(error: BaseException) -> str:
     """What was raised, and the line of code that raised it unless the user can mend it by the message alone."""
     if isinstance(error, UserError):
         return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {_first(error)}{where}"
+    text, places = str(error), [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    if (worker := _IN_WORKER.match(text)) is not None:  # PyTorch puts the worker's traceback into the message
+        places = _PLACE.findall(text)
+        said = f"{text.strip().splitlines()[-1][:300]}, in loader worker {worker[1]}"
+    else:
+        said = f"{type(error).__name__}: {_first(error)}"
+    file, line, name = places[-1] if places else ("", 0, "")
+    return said + (f" ({Path(file).name}:{line} in {name})" if file else "")
 
 
 def _first(error: BaseException) -> str:

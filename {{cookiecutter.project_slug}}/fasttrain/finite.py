@@ -171,16 +171,6 @@ class Finite:
         return f"samples {text}" + (f" and {more} more" if more > 0 else "")
 
 
-def first_broken(tensors: Iterable[tuple[str, Any]]) -> str | None:
-    """The name of the first tensor that holds NaN or infinity. Waits for the device."""
-    named = [(name, t) for name, t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
-    if not named:
-        return None
-    # The greatest magnitude is not finite if any number is not; half as much to write as a mask of all numbers.
-    finite = torch.stack([t.detach().abs().max().float().isfinite() for _, t in named]).tolist()
-    return next((name for (name, _), good in zip(named, finite, strict=True) if not good), None)
-
-
 def _flatten(buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Lay the floating-point buffers side by side in one tensor for each dtype, so that keeping them is one copy."""
     groups: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -10,6 +10,7 @@ process copy the page it lies on, and the memory of a large data set then grows 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import tempfile
@@ -71,6 +72,13 @@ class Listing:
     def label(self, index: int) -> int:
         """The class of one image, as a place in `classes`."""
         return int(self.labels[index])
+
+    def fingerprint(self) -> str:
+        """The same for the same files in the same order with the same labels, wherever the folder lies."""
+        digest = hashlib.blake2b(self.names, digest_size=16)
+        for numbers in (self.starts, self.lengths, self.labels):
+            digest.update(np.ascontiguousarray(numbers).data)
+        return digest.hexdigest()
 
     def subset(self, indices: Sequence[int] | NDArray[np.int64]) -> Listing:
         """The images at `indices`, in that order; the block of paths is shared, not copied."""

@@ -4,35 +4,39 @@
 
 Kinds: raise (a fault of the code), user (an error the user can mend), exit (`sys.exit(3)`), vanish (`os._exit(3)`),
 kill and stop (the signals), hang (for ever), slow (`seconds`), nan (the loss; phase=on: from that step on), worker
-(kill a loader worker), launcher (kill the launcher), full (no space on the disk; in a save), lose (`path` is renamed),
-trace (the indices of each batch are written to order<rank>.txt; has no place).
+(kill a loader worker), launcher (kill the launcher), saver (kill the process that writes checkpoints), lose (`path` is
+renamed), trace (the indices of each batch are written to order<rank>.txt; has no place).
 
 Phases: sample (in the loader, where the batch is made), data (where the loop asks for it), forward, backward, optimizer
-(at the end of each), validation (its first batch), save (before a checkpoint is written), written (before it gets its
-name), renamed (after). Steps count from 1. `once` names a file that is made: while it is there the fault stays away.
+(at the end of each), validation (before its first batch), save (before a checkpoint is taken), writing (while it is
+written, in another thread), saved (after, in that thread). Steps count from 1. `once` names a file that is made: while
+it is there the fault stays away.
 """
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fasttrain import checkpoint
+import psutil
+
 from fasttrain.errors import UserError
 from fasttrain.feed import Feed
 from fasttrain.sampler import BatchKey
+from fasttrain.snapshot import Saver
 from fasttrain.state import State
 from fasttrain.update import Update
 from fasttrain.watch import Watch
 from fasttrain.worker import Samples
+from fasttrain.writer import Writer
 
 
 @dataclass
@@ -80,8 +84,10 @@ def _user(fault: Fault) -> None:
     raise UserError(f"planted by the user at rank {fault.rank}, step {fault.step}, {fault.phase}")
 
 
-def _full(fault: Fault) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _saver(fault: Fault) -> None:
+    for child in psutil.Process().children():
+        if any(part.endswith("saver.py") for part in child.cmdline()):
+            child.kill()
 
 
 def _worker(fault: Fault) -> None:
@@ -93,7 +99,7 @@ def _worker(fault: Fault) -> None:
 _KINDS: dict[str, Callable[[Fault], Any]] = {
     "raise": _raise,
     "user": _user,
-    "full": _full,
+    "saver": _saver,
     "worker": _worker,
     "exit": lambda fault: sys.exit(3),
     "vanish": lambda fault: os._exit(3),
@@ -124,6 +130,18 @@ class Injector:
         """A batch is about to be made; each is a step, if nothing is accumulated."""
         if samples.training:
             self.at("sample", key.epoch * (key.last + 1) + key.number + 1)
+
+    def while_written(self, directory: Path) -> None:
+        """A file is about to be written. The fault happens once there is something of it."""
+
+        def watch() -> None:
+            until = time.monotonic() + 5
+            while time.monotonic() < until and not any(name.endswith(".tmp") for name in os.listdir(directory)):
+                continue
+            self.at("writing")
+
+        if any(fault.phase == "writing" and not fault.done for fault in self.faults):
+            threading.Thread(target=watch, daemon=True).start()
 
     def nan(self) -> bool:
         """Whether the loss is to be NaN in this step. At one step only, or from `step` on with phase=on."""
@@ -165,9 +183,9 @@ def install(text: str, rank: int, directory: Path) -> None:
     after(Watch, "mark", lambda watch, phase: injector.at(phase))
     before(Feed, "validation", lambda feed: injector.at("validation"))
     before(Samples, "__getitems__", lambda samples, key: injector.in_loader(samples, key))
-    before(checkpoint, "save", lambda path, content: injector.at("save"))
-    before(os, "fsync", lambda file: injector.at("written"))
-    after(Path, "replace", lambda path, target: injector.at("renamed"))
+    before(Writer, "save", lambda *args: injector.at("save"))
+    before(Saver, "write", lambda *args: injector.while_written(directory))
+    after(Saver, "write", lambda *args: injector.at("saved"))
     train, backward = Feed.train, Update.backward
 
     def traced(feed: Feed, *args: Any, **options: Any) -> Iterator[Any]:

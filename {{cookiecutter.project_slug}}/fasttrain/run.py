@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import psutil
@@ -22,9 +21,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from fasttrain import facts, logs, machine
+from fasttrain.checkpoint import LAST, PREVIOUS
 from fasttrain.errors import SettingsError, UserError
 from fasttrain.failures import Failures, tell_launcher
 from fasttrain.settings import to_yaml
+from fasttrain.stop import MARKER, Stop, Stopped, mark
 from fasttrain.watchdog import Watchdog, launcher
 from fasttrain.worker import lost_worker
 
@@ -38,7 +39,8 @@ class Run:
     """This process's place in the training, and the run directory.
 
     rank counts over all machines, local_rank on this one; started is when the run first began (``time.time()``),
-    began when this process did; resume is the checkpoint to go on from.
+    began when this process did; id is the run's own, kept when it is resumed; resume is the checkpoint to go on from;
+    stop is where a signal to end is answered.
     """
 
     rank: int
@@ -48,11 +50,14 @@ class Run:
     device: torch.device
     dir: Path = Path()
     resume: Path | None = None
+    id: str = ""
     started: float = 0.0
     began: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict)  # references unresolved
     home: Path = Path()  # the project's folder
-    worker_log: logs.WorkerLog | None = None
+    token: str = ""  # another each start, the same on all ranks
+    log: logs.Log | None = None
+    stop: Stop = field(default_factory=Stop)
     failures: Failures = field(default_factory=Failures)  # who failed first
     stack: ExitStack = field(default_factory=ExitStack)  # closed, last in first out, when the run ends
 
@@ -60,11 +65,31 @@ class Run:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def worker_log(self) -> logs.WorkerLog | None:
+        """The logging of this rank's loader workers."""
+        return None if self.log is None else self.log.worker_log()
+
     def begin_training(self) -> None:
         """All is checked: from here on this is a run, whose settings, versions and command line are written down."""
         if self.is_main:
             (self.dir / "config.yaml").write_text(to_yaml(self.settings))
-            facts.write(self.dir / facts.FILE, self.home, self.device, self.world, self.started, self.began)
+            facts.write(self.dir / facts.FILE, self.id, self.home, self.device, self.world, self.started, self.began)
+            (self.dir / MARKER).unlink(missing_ok=True)  # it goes on
+        self.stop.give_up = self._give_up
+        self.stop.begin(self.rank, self.world, self.token)
+
+    def how_to_go_on(self) -> str:
+        if (self.dir / LAST).exists():
+            return f"go on with run.dir={self.dir} resume=auto"
+        return f"no {LAST} yet"
+
+    def _give_up(self, in_order: bool) -> None:
+        """The process is ended from the thread that waits for the stop."""
+        if in_order and self.is_main:
+            mark(self.dir, f"stopped by a signal, too late to save: {self.how_to_go_on()}")
+        if self.log is not None:
+            self.log.close()
 
     def on_rank0(self, function: Callable[[], T]) -> T:
         """Run it on rank 0 and give everyone the result, or its UserError. The result must be plain data."""
@@ -113,16 +138,20 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
     Raises:
         UserError, SettingsError: more processes than GPUs; a run directory that can't be used.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    stop = Stop()
+    stop.listen()
     place = _place(run.timeout, run.threads)
+    place.stop, stop.failed = stop, place.failures.known
     with place.stack, _first_cause(place):
-        watchdog = place.stack.enter_context(Watchdog(place.failures, launcher()))
+        place.stack.callback(stop.close)
+        watchdog = place.stack.enter_context(Watchdog(place.failures, stop, launcher()))
         _connect(place, run.timeout)
         place.began, place.settings, place.home = psutil.Process().create_time(), settings, home
-        directory, checkpoint, place.started = place.on_rank0(lambda: _claim(run.dir, resume, place.began, home))
+        claimed = place.on_rank0(lambda: _claim(run.dir, resume, place.began, home))
+        directory, checkpoint, place.started, place.id, place.token = claimed
         place.dir, place.resume = Path(directory), None if checkpoint is None else Path(checkpoint)
-        log = place.stack.enter_context(logs.start(place.dir, place.rank, run.log_level))
-        place.worker_log, watchdog.flush = log.worker_log(), log.close
+        place.log = place.stack.enter_context(logs.start(place.dir, place.rank, run.log_level))
+        watchdog.flush = place.log.close
         if os.environ.get("FASTTRAIN_FAULT"):  # only tests set it
             from fasttrain import inject
 
@@ -144,11 +173,11 @@ def _first_cause(place: Run) -> Iterator[None]:
     except (Stopped, KeyboardInterrupt) as stop:
         if (other := place.failures.explain(stop, asked=True)) is not None:
             raise other from None
-        goes_on = (
-            f"go on with run.dir={place.dir} resume=auto" if (place.dir / "last.pt").exists() else "no last.pt yet"
-        )
-        logger.warning("stopped by {}; {}", "SIGTERM" if isinstance(stop, Stopped) else "Ctrl-C", goes_on)
+        text = f"stopped by {getattr(stop, 'name', 'Ctrl-C')}; {place.how_to_go_on()}"
+        logger.warning(text)
         logs.mark_reported(stop)
+        if place.is_main and isinstance(stop, Stopped):
+            mark(place.dir, text)
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and not error.code:
@@ -209,14 +238,6 @@ def _let_rank0_speak(local_rank: int) -> None:
         time.sleep(OTHERS_WAIT)
 
 
-class Stopped(SystemExit):
-    """SIGTERM came."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Stopped(128 + number)
-
-
 def _place(timeout: float, threads: int | None) -> Run:
     """Read the launcher's variables, choose the device."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -263,8 +284,13 @@ def pick_device(local_rank: int, local_world: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _claim(directory: str | None, resume: str | None, began: float, home: Path) -> tuple[str, str | None, float]:
-    """Make or take over the run directory: its path, the checkpoint to resume from, and when the run first began."""
+def _claim(
+    directory: str | None, resume: str | None, began: float, home: Path
+) -> tuple[str, str | None, float, str, str]:
+    """Make or take over the run directory.
+
+    Returns its path, the checkpoint to resume from, when the run first began, its id, and a token of this start.
+    """
     if directory is None:
         path = _new_directory(home / "runs")
     else:
@@ -273,16 +299,18 @@ def _claim(directory: str | None, resume: str | None, began: float, home: Path) 
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError("run.dir", directory, f"a folder that can be made ({error.strerror})") from None
-    last, first = path / "last.pt", path / facts.FILE
+    first = path / facts.FILE
     if first.exists() and resume is None:
         expected = "a new folder: this one holds a run already. resume=auto goes on with it"
         raise SettingsError("run.dir", directory, expected)
-    checkpoint = resume if resume != "auto" else str(last) if last.exists() else None
+    found = [str(path / name) for name in (LAST, PREVIOUS) if (path / name).exists()]
+    checkpoint = resume if resume != "auto" else found[0] if found else None
     if checkpoint is not None and Path(checkpoint).is_dir():
-        expected = f"a checkpoint; this is a folder, try resume={Path(checkpoint) / 'last.pt'}"
+        expected = f"a checkpoint; this is a folder, try resume={Path(checkpoint) / LAST}"
         raise SettingsError("resume", checkpoint, expected)
-    started = facts.started(first) if first.exists() and checkpoint else began
-    return str(path), checkpoint, started
+    token = uuid.uuid4().hex
+    started, name = facts.first_start(first) if first.exists() and checkpoint else (began, token)
+    return str(path), checkpoint, started, name, token
 
 
 def _new_directory(runs: Path) -> Path:

@@ -9,10 +9,15 @@ from typing import Any
 
 from fasttrain.transfer import Batch
 
+_KINDS: dict[type, Any] = {int: int, str: str}  # of a number; of all others: a number or None
+
 
 @dataclass
 class State:
-    """The loop's numbers. Positions, not histories: random draws follow from them (see seeding.py)."""
+    """The loop's numbers. Positions, not histories: random draws follow from them, so no generator's state is saved.
+
+    (seeding.py; the model, the optimizer and the gradient scaler have their own states, which are saved beside this.)
+    """
 
     epoch: int = 0  # number of the epoch that runs or comes next, from 0: as many are finished
     position: int = 0  # samples of this epoch's global order that are done, over all ranks
@@ -20,6 +25,7 @@ class State:
     best: float | None = None  # best validation metric so far
     best_epoch: int | None = None
     epochs_without_gain: int = 0  # for early stopping
+    run_id: str = ""  # of the run that began it, in run.json too; whoever resumes it keeps it
 
     def remaining_epochs(self, epochs: int, max_steps: int | None, early_stop: int | None) -> Iterator[int]:
         """The epochs to run, the one that was left in the middle first.
@@ -65,12 +71,13 @@ class State:
         """Take over the numbers of a checkpoint; one that it lacks keeps its first value.
 
         Raises:
-            ValueError: one of them is no number.
+            ValueError: one of them is of another kind.
         """
         for field in fields(self):
             if field.name in saved:
                 value = saved[field.name]
-                if not isinstance(value, int if isinstance(field.default, int) else (int, float, type(None))):
+                kinds = _KINDS.get(type(field.default), (int, float, type(None)))
+                if not isinstance(value, kinds):
                     raise ValueError(f"state.{field.name} is {value!r}")
                 setattr(self, field.name, value)
 

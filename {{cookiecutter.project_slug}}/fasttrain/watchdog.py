@@ -17,6 +17,7 @@ from types import TracebackType
 from loguru import logger
 
 from fasttrain.failures import Failures
+from fasttrain.stop import Stop
 
 EVERY = 1.0  # seconds between two looks
 GRACE = 15.0  # seconds that the main thread has to end by itself
@@ -27,11 +28,12 @@ class Watchdog:
 
     Args:
         failures: who failed first.
+        stop: what to end the loop by.
         launcher: process number of the launcher; None: there is none to watch.
     """
 
-    def __init__(self, failures: Failures, launcher: int | None) -> None:
-        self.failures, self.launcher = failures, launcher
+    def __init__(self, failures: Failures, stop: Stop, launcher: int | None) -> None:
+        self.failures, self.stop, self.launcher = failures, stop, launcher
         self.flush: Callable[[], None] = lambda: None  # writes what was logged
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -54,18 +56,16 @@ class Watchdog:
                 text = f"the launcher (process {self.launcher}) is gone, so the training ends"
                 self.failures.launcher_is_gone(text)
                 logger.error(text)
-                os.kill(os.getpid(), signal.SIGTERM)  # the main thread's way to stop in good order, if it still can
-                self._end(None)
+                self._end(text)
             known = self.failures.known()
             if known is not None and known.rank != self.failures.rank:
                 self._end(str(known))
 
-    def _end(self, text: str | None) -> None:
+    def _end(self, text: str) -> None:
+        self.stop.abort(text)
         if self._done.wait(GRACE):
             return
-        if text is not None:
-            logger.error(text)
-        logger.error(f"the training did not stop by itself within {GRACE:g} s: this process is ended")
+        logger.error(f"{text}; this process did not end by itself within {GRACE:g} s, and is ended")
         self.flush()
         os._exit(1)
 

@@ -151,6 +151,8 @@ class WorkerInit:
         die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the training process decides
         signal.signal(signal.SIGTERM, _end_soon)
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         seeding.seed_all(self.seed, seeding.WORKER, self.rank, worker)
         torch.set_num_threads(1)
         if "cv2" in sys.modules:  # OpenCV's own threads fight with the other workers for the cores
@@ -160,8 +162,12 @@ class WorkerInit:
 
 
 def _end_soon(number: int, frame: FrameType | None) -> None:
-    """A SIGTERM to the whole group (timeout, scancel) is the training process's to answer: it gets five seconds."""
-    signal.alarm(5)  # whose signal ends the process
+    """A SIGTERM to the whole group (timeout, scancel) is the training process's to answer: it finishes its step first.
+
+    The second one is from the training process itself.
+    """
+    asked_before = signal.alarm(0)
+    signal.alarm(5 if asked_before else 60)  # whose signal ends the process
 
 
 def lost_worker(error: BaseException) -> UserError | None:

@@ -8,13 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loguru import logger
 
 from fasttrain import shapes
 
@@ -88,6 +89,15 @@ def train(images: Path, tmp_path: Path) -> Train:
     return run
 
 
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What loguru is given, a line each."""
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message)), format="{message}")
+    yield lines
+    logger.remove(sink)
+
+
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 training and 8 validation images of 8 classes."""
@@ -96,14 +106,18 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def copy_project(folder: Path) -> Path:
+    """A copy of the project, to be changed."""
+    ignored = shutil.ignore_patterns("tests", "data", "runs", "__pycache__", ".*")
+    return Path(shutil.copytree(HOME, folder / "project", ignore=ignored))
+
+
 @pytest.fixture
 def changed_project(tmp_path: Path) -> Callable[[str, str], Path]:
     """A copy of the project in which one of the owner's files has some lines added at its end."""
 
     def change(file: str, lines: str) -> Path:
-        home = tmp_path / "project"
-        ignored = shutil.ignore_patterns("tests", "data", "runs", "__pycache__", ".*")
-        shutil.copytree(HOME, home, ignore=ignored)
+        home = copy_project(tmp_path)
         path = home / file
         path.write_text(path.read_text() + "\n" + lines)
         return home

@@ -1,118 +1,24 @@
-"""Checkpoints are whole, plain, clean, and loadable in every combination of wrappers."""
+"""A checkpoint file is whole, plain, clean, and loadable in every combination of wrappers; a damaged one is noticed."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
-from collections.abc import Iterator
+import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from loguru import logger
 from torch import nn
 
 from fasttrain import checkpoint
-from fasttrain.clock import HostClock
 from fasttrain.errors import UserError
-from fasttrain.run import Run
-from fasttrain.state import State
-from fasttrain.update import Schedule, Update
-from fasttrain.watch import Watch
-
-
-class Nowhere:
-    def batch(self, record: Any) -> None: ...
-    def event(self, kind: str, /, **fields: Any) -> None: ...
-
-
-def watch() -> Watch:
-    return Watch(Nowhere(), HostClock(), 0.0, 0.0)
-
-
-@pytest.fixture
-def caplog_lines() -> Iterator[list[str]]:
-    """What loguru is given."""
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(str(message)))
-    yield lines
-    logger.remove(sink)
 
 
 def network(classes: int = 3) -> Any:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, classes))
-
-
-def keeper(
-    directory: Path, model: nn.Module, state: State, resume: Path | None = None, **facts: Any
-) -> checkpoint.Keeper:
-    run = Run(0, 0, 1, 1, torch.device("cpu"), dir=directory, resume=resume)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    update = Update(model, optimizer, Schedule(0.1, 10, 0, 0), torch.device("cpu"), dtype=None)
-    plain = {"classes": ["a", "b", "c"], "training_samples": 10, "optimizer": "sgd", "effective_batch": 8}
-    facts = {**plain, "settings": {"seed": 0}, **facts}
-    return checkpoint.Keeper(run, state, model, update, facts, SimpleNamespace(every_minutes=1e9))
-
-
-def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.randn(2, 3, 3, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_saved_and_resumed_is_the_same_in_weights_optimizer_and_state(tmp_path: Path) -> None:
-    state = State(epoch=2, position=5, step=7, best=0.5, best_epoch=1)
-    first = keeper(tmp_path, network(), state)
-    train_one_step(first.model, first.optimizer)
-    first.save_epoch(watch(), {"accuracy": 0.5}, improved=True)
-
-    other = State()
-    second = keeper(tmp_path, network(), other, resume=tmp_path / "last.pt")
-    assert other == state
-    for name, value in first.model.state_dict().items():
-        assert torch.equal(second.model.state_dict()[name], value)
-    momenta = [o.state_dict()["state"][0]["momentum_buffer"] for o in (first.optimizer, second.optimizer)]
-    assert torch.equal(*momenta)
-
-
-def test_files_are_plain_and_load_with_weights_only(tmp_path: Path) -> None:
-    keeper(tmp_path, network(), State()).save_epoch(watch(), {"accuracy": 0.5}, improved=True)
-    for name in ("best.pt", "last.pt"):
-        content = torch.load(tmp_path / name, weights_only=True)
-        assert content["metrics"] == {"accuracy": 0.5}
-        assert content["facts"]["classes"] == ["a", "b", "c"]
-    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
-
-
-def test_best_is_written_only_when_the_metric_improved(tmp_path: Path) -> None:
-    one = keeper(tmp_path, network(), State())
-    one.save_epoch(watch(), {}, improved=False)
-    assert sorted(os.listdir(tmp_path)) == ["last.pt"]
-
-
-def test_last_is_written_within_an_epoch_when_it_is_time(tmp_path: Path) -> None:
-    one = keeper(tmp_path, network(), State())
-    one.save_last_if_due(watch())
-    assert os.listdir(tmp_path) == []
-    one.every = 0.0
-    one.save_last_if_due(watch())
-    assert os.listdir(tmp_path) == [], "gradients are half gathered"
-    one.update.stepped = True
-    one.save_last_if_due(watch())
-    assert os.listdir(tmp_path) == ["last.pt"]
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    one = keeper(tmp_path, network(), State())
-    one.writes = False
-    one.every = 0.0
-    one.update.stepped = True
-    one.save_last_if_due(watch())
-    one.save_epoch(watch(), {}, improved=True)
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -131,20 +37,6 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> N
 def test_prefixes_of_wrappers_are_taken_off(prefixes: tuple[str, str]) -> None:
     start, inner = prefixes
     assert checkpoint.clean_keys({f"{start}body.{inner}weight": 1}, ["body.weight"]) == {"body.weight": 1}
-
-
-def test_a_wrapped_model_saves_clean_keys_that_load_strictly_everywhere(tmp_path: Path) -> None:
-    plain = network()
-    names = list(plain.state_dict())
-    compiled: Any = torch.compile(network())  # nothing is compiled before the first call
-    one = keeper(tmp_path, compiled, State())
-    one.save_epoch(watch(), {}, improved=True)
-    saved = checkpoint.load(tmp_path / "best.pt")["model"]
-    assert list(saved) == names
-    plain.load_state_dict(saved, strict=True)
-    again: Any = torch.compile(network())
-    keeper(tmp_path, again, State(), resume=tmp_path / "last.pt")
-    assert torch.equal(again.state_dict()["_orig_mod.0.weight"], saved["0.weight"])
 
 
 def test_weights_start_a_model_with_another_number_of_classes(tmp_path: Path) -> None:
@@ -177,68 +69,9 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: Any, says: st
         checkpoint.load_weights(network(), tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize(
-    ("facts", "says"),
-    [
-        ({"classes": ["a", "b"]}, "classes"),
-        ({"training_samples": 11}, "training_samples 10, now it is 11"),
-        ({"optimizer": "adamw"}, "optimizer sgd, now it is adamw"),
-        ({"effective_batch": 16}, "effective batches of 8, now they are 16"),
-    ],
-)
-def test_resuming_with_other_data_is_refused_by_name(tmp_path: Path, facts: dict[str, Any], says: str) -> None:
-    keeper(tmp_path, network(), State(position=8)).save_epoch(watch(), {}, improved=False)
-    with pytest.raises(UserError, match=says):
-        keeper(tmp_path, network(), State(), resume=tmp_path / "last.pt", **facts)
-
-
-def test_resumed_with_other_settings_they_are_in_force_and_named(tmp_path: Path, caplog_lines: list[str]) -> None:
-    first = keeper(tmp_path, network(), State())
-    train_one_step(first.model, first.optimizer)
-    first.save_epoch(watch(), {}, improved=False)
-    second = keeper(tmp_path, network(), State(), settings={"seed": 1})
-    second.optimizer.param_groups[0]["momentum"] = 0.5
-    second.resume(tmp_path / "last.pt")
-    assert second.optimizer.param_groups[0]["momentum"] == 0.5
-    assert any("seed 0 -> 1" in line for line in caplog_lines)
-
-
-def test_a_model_with_a_part_called_module_can_be_resumed(tmp_path: Path) -> None:
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = nn.Linear(2, 2)
-
-    one = Wrapper()
-    keeper(tmp_path, one, State()).save_epoch(watch(), {}, improved=False)
-    other = Wrapper()
-    keeper(tmp_path, other, State(), resume=tmp_path / "last.pt")
-    assert torch.equal(other.module.weight, one.module.weight)
-
-
 class Harmful:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("harmed",)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"facts": None},
-        {"model": [1]},
-        {"state": {"epoch": "one"}},
-        {"state": {"step": None}},
-        {"optimizer": {"state": {0: "x"}}},
-        {"format": 99},
-    ],
-)
-def test_a_checkpoint_with_odd_contents_is_refused_in_one_line(tmp_path: Path, change: dict[str, Any]) -> None:
-    keeper(tmp_path, network(), State()).save_epoch(watch(), {}, improved=False)
-    path = tmp_path / "last.pt"
-    torch.save({**torch.load(path, weights_only=True), **change}, path)
-    with pytest.raises(UserError, match=r"^resume=.*last\.pt: ") as caught:
-        keeper(tmp_path, network(), State(), resume=path)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_full_disk_is_said_in_one_line_and_the_old_file_stays(tmp_path: Path) -> None:
@@ -281,3 +114,75 @@ def test_a_file_that_is_no_checkpoint_ends_in_one_line(
         checkpoint.load(path)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "harmed").exists()
+
+
+def test_every_kind_of_tensor_is_read_back_by_plain_torch(tmp_path: Path) -> None:
+    one = torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last)
+    tensors = {
+        "channels_last": one,
+        "again": one,
+        "every second": torch.randn(10)[::2],
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "empty": torch.empty(0, 2),
+        "number": torch.tensor(3),
+        "bf16": torch.ones(3, dtype=torch.bfloat16),
+        "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
+        "complex": torch.tensor(1 + 2j),
+        "bool": torch.tensor([True, False]),
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+    path = tmp_path / "a.pt"
+    checkpoint.save(path, {"tensors": tensors, "rest": [1, "text", None, 2.5, (1, True)]})
+    content = torch.load(path, weights_only=True)
+    assert content["rest"] == [1, "text", None, 2.5, (1, True)]
+    for name, tensor in tensors.items():
+        found = content["tensors"][name]
+        assert found.dtype == tensor.dtype, name
+        assert torch.equal(found, tensor.detach()), name
+    assert content["tensors"]["channels_last"].stride() == one.stride()
+    with zipfile.ZipFile(path) as archive:
+        assert len([name for name in archive.namelist() if "/data/" in name]) == len(tensors) - 1, "saved twice"
+    assert all(t.data_ptr() % 64 == 0 for t in torch.load(path, weights_only=True, mmap=True)["tensors"].values())
+
+
+def test_a_flipped_bit_in_any_part_is_found_by_its_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    checkpoint.save(path, {"model": {"a": torch.randn(1000), "b": torch.ones(5)}, "text": "x" * 50})
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        starts = [entry.header_offset + 64 for entry in archive.infolist() if entry.file_size > 100]
+    assert len(starts) == 2, "the pickle, and the large tensor"
+    for place in (*starts, whole.index(b"x" * 50) + 7):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match=r"a\.pt: (damaged|not a readable)"):
+            checkpoint.load(path)
+
+
+def test_a_damaged_last_is_replaced_by_the_one_before_it_and_said_in_one_line(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    last, previous = tmp_path / "last.pt", tmp_path / "last.previous.pt"
+    checkpoint.save(previous, {"step": 1})
+    checkpoint.save(last, {"step": 2, "model": torch.randn(100)})
+    assert checkpoint.intact(last) == last
+    damaged = last.read_bytes()
+    for kind in (damaged[:-50], damaged[:500], b"", damaged.replace(damaged[700:720], bytes(20))):
+        logged.clear()
+        last.write_bytes(kind)
+        assert checkpoint.intact(last) == previous
+        assert len(logged) == 1, logged
+        assert "last.pt" in logged[0]
+        assert f"going on from the one before it, {previous}" in logged[0]
+    previous.unlink()
+    with pytest.raises(UserError, match=r"last\.pt"):
+        checkpoint.intact(last)
+
+
+def test_an_archive_that_is_larger_inside_than_outside_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10_000_000))
+    with pytest.raises(UserError, match="packed, or overlap"):
+        checkpoint.load(path)

@@ -64,6 +64,6 @@ def evaluate(path: str, split: str, overrides: Sequence[str]) -> tuple[dict[str,
     )
     prepare = data.Prepare(cfg.data, len(classes), device, 0.0, 0.0)
     dtype = precision.choose(cfg.amp, device)
-    metrics: dict[str, float] = train.validate(net, feed, prepare, precision.autocast(device, dtype))
+    metrics: dict[str, float] = train.validate(net, feed.validation(), prepare, precision.autocast(device, dtype))
     feed.close()
     return metrics, len(dataset) - feed.val_skips.count

@@ -1,0 +1,96 @@
+"""Going on from a checkpoint: what fits is restored, what was changed since is named, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from torch import nn
+
+from fasttrain import checkpoint
+from fasttrain.checkpoint import FORMAT
+from fasttrain.errors import UserError
+from fasttrain.parallel import unwrap
+from fasttrain.state import State
+from fasttrain.update import Update
+
+
+def restore(path: Path, state: State, model: nn.Module, update: Update, facts: Mapping[str, Any]) -> None:
+    """Restore model, optimizer, scaler and state from a checkpoint.
+
+    Args:
+        facts: of this run: classes, sizes, settings; compared with those of the checkpoint.
+
+    Raises:
+        UserError: if it was made with other classes or another amount of data, or does not fit the model.
+    """
+    content = checkpoint.read(path)
+    parts = ("model", "optimizer", "scaler", "state", "facts")
+    if content.get("format") != FORMAT or not all(isinstance(content.get(part), dict) for part in parts):
+        raise UserError(
+            f"resume={path}: not a checkpoint of this project (to start from its weights: model.weights=...)"
+        )
+    _compare(path, content, facts)
+    plain = unwrap(model)
+    groups = update.optimizer.state_dict()["param_groups"]  # rates and decays are those of the settings now
+    try:
+        if not all(isinstance(each, dict) for each in content["optimizer"]["state"].values()):
+            raise ValueError("the optimizer's state is damaged")
+        plain.load_state_dict(checkpoint.clean_keys(content["model"], plain.state_dict()))
+        update.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": groups})
+        update.scaler.load_state_dict(content["scaler"])
+        state.restore(content["state"])
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"resume={path}: it does not fit this model or optimizer: {reason}") from None
+    logger.info(
+        "resumed from {}: epoch {}, position {}, step {}, best {}",
+        path,
+        state.epoch,
+        state.position,
+        state.step,
+        state.best,
+    )
+
+
+def fingerprint(dataset: Any) -> str | None:
+    """What a data set says of its samples by a method of that name; None if it has none, and nothing is compared."""
+    own = getattr(dataset, "fingerprint", None)
+    return None if own is None else str(own())
+
+
+def _compare(path: Path, content: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint made with other data or another optimizer; name the settings that have changed."""
+    saved = content["facts"]
+    for fact in ("classes", "training_samples", "optimizer"):
+        if saved.get(fact) != facts[fact]:
+            raise UserError(f"resume={path}: it was made with {fact} {saved.get(fact)}, now it is {facts[fact]}")
+    if content["state"].get("position") and saved.get("effective_batch") != facts["effective_batch"]:
+        before, now = saved.get("effective_batch"), facts["effective_batch"]
+        raise UserError(
+            f"resume={path}: it stands within an epoch of effective batches of {before}, now they are {now}: "
+            "batch_size x processes x accumulate must stay the same"
+        )
+    before, now = saved.get("training_data"), facts.get("training_data")
+    if before is not None and now is not None and before != now:
+        if content["state"].get("position"):
+            raise UserError(
+                f"resume={path}: it stands within an epoch of other training files (as many, but with other names or "
+                "labels): the rest of the epoch would be other samples. model.weights=... starts from its weights"
+            )
+        logger.warning("{}: other training files than at the checkpoint: as many, but other names or labels", path)
+    changed = list(_differences(saved.get("settings", {}), facts["settings"]))
+    if changed:
+        logger.warning("settings changed since the checkpoint: {}", "; ".join(changed))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """What was changed between two settings, "optimizer.lr 0.1 -> 0.2" each; where the run lies does not count."""
+    for name in sorted({*before, *now} - ({"run", "resume"} if not prefix else set())):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name} {old} -> {new}"
