@@ -26,9 +26,9 @@ import torch.distributed as dist
 from loguru import logger
 
 from fasttrain.errors import UserError
+from fasttrain.logs import TOLD
 
 _KEY = "first cause"
-_TOLD = "_told"  # on an exception: the line that is told of it
 PATIENCE = 3.0  # seconds in which the others may say that they, too, lost somebody
 TO_END = 30.0  # seconds that a process which has failed may take to end; then it is ended
 _OTHERS = re.compile(r"third_party/gloo|gloo/transport|NCCL|TCPStore|Connection (closed|reset) by peer")
@@ -102,6 +102,7 @@ class Failures:
         if self._gone is not None:
             return EndedByOther(self._gone)
         if known is None and self._store is None:
+            setattr(error, TOLD, self._describe(error))
             return None
         if known is None and followed:
             known, aloud = self._find_lost(error)
@@ -110,7 +111,7 @@ class Failures:
             return None
         if known is None:
             mine = Cause(self.rank, self._describe(error))
-            setattr(error, _TOLD, f"rank {self.rank}, {mine.text}")
+            setattr(error, TOLD, f"rank {self.rank}, {mine.text}")
             if (known := self._claim(mine)) == mine:
                 return None
         if not followed and not asked:
@@ -225,7 +226,7 @@ def tell_launcher(error: BaseException) -> None:
     # is a process which died without leaving such a file.
     later = 0 if not isinstance(error, EndedByOther) else 2 if error.only else -2
     at = int(time.time()) + later
-    content = {"message": {"message": getattr(error, _TOLD, one_line(error)), "extraInfo": {"timestamp": str(at)}}}
+    content = {"message": {"message": getattr(error, TOLD, one_line(error)), "extraInfo": {"timestamp": str(at)}}}
     try:
         Path(path).write_text(json.dumps(content), encoding="utf-8")
     except OSError as refused:

@@ -36,7 +36,7 @@ class _Step:
     epoch: int = 0
     lr: float = 0.0
     losses: list[torch.Tensor] = field(default_factory=list)  # one a batch
-    indices: list[int] = field(default_factory=list)  # of the samples
+    indices: list[list[int]] = field(default_factory=list)  # of the samples, a list a batch
     found: torch.Tensor | None = None
     passed: Any = None  # event after which `found` may be read on the host
 
@@ -72,6 +72,8 @@ class Finite:
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self._flat = _flatten(unwrap(model).buffers())
         self._kept = [flat.clone() for flat in self._flat]
+        self._groups = [[p for p in self.params if p.dtype is kind] for kind in {p.dtype for p in self.params}]
+        self._on_cpu = device.type == "cpu"  # where reading a number waits for nothing
         self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         self._step = _Step()
         self._unread: deque[_Step] = deque()
@@ -82,22 +84,24 @@ class Finite:
             for kept, flat in zip(self._kept, self._flat, strict=True):
                 kept.copy_(flat)
             self._step = _Step()
-        self._step.indices.extend(batch.indices)
+        self._step.indices.append(batch.indices)
 
-    def seed(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the backward pass begins with: 1, or NaN if the loss is not finite, which then reaches all gradients."""
-        self._step.losses.append(loss.detach())
-        return loss.detach().mul(0).add_(1)
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of a batch. A loss that is not finite makes all gradients NaN, whatever they are."""
+        detached = loss.detach()
+        self._step.losses.append(detached)
+        if self._on_cpu and math.isfinite(detached.item()):
+            loss.backward()
+        else:  # beginning with 1, or with NaN
+            loss.backward(detached.mul(0).add_(1))
 
     def check(self) -> bool:
         """Look at the gradients of a step, before it is taken. True: it must not be. On CUDA the optimizer knows."""
         self._found.zero_()
-        groups: dict[torch.dtype, list[torch.Tensor]] = {}
-        for p in self.params:
-            if p.grad is not None:
-                groups.setdefault(p.grad.dtype, []).append(p.grad)
-        for gradients in groups.values():  # what GradScaler uses; a factor of 1 leaves every bit as it is
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
+        for group in self._groups:
+            gradients = [p.grad for p in group if p.grad is not None]
+            if gradients:  # GradScaler's own kernel; a factor of 1 leaves every bit as it is
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
         if self.on_device:
             self.optimizer.found_inf = self._found  # type: ignore[attr-defined]
             found = self._found.bool()
@@ -119,14 +123,13 @@ class Finite:
         step = self._step
         step.number, step.epoch, step.lr = number, epoch, lr
         if self.on_device:
-            step.found = torch.empty((), pin_memory=True).copy_(self._found, non_blocking=True)
-            step.passed = torch.cuda.Event(blocking=True)
-            step.passed.record()
+            step.found, step.passed = _to_host(self._found)
+            self._unread.append(step)
+            while self._unread and (last or len(self._unread) > LAG):
+                self._read(self._unread.popleft())
         else:
             step.found = self._found
-        self._unread.append(step)
-        while self._unread and (last or not self.on_device or len(self._unread) > LAG):
-            self._read(self._unread.popleft())
+            self._read(step)
 
     def _read(self, step: _Step) -> None:
         if step.passed is not None:
@@ -136,12 +139,12 @@ class Finite:
             return
         self.in_a_row += 1
         losses = [float(loss) for loss in step.losses]
-        broken = not all(map(math.isfinite, losses))
-        ranks = self._gather(f"{losses[-1]:g}" if broken else "", self._samples(step) if broken else "")
+        broken = [f"{loss:g}" for loss in losses if not math.isfinite(loss)]
+        ranks = self._gather(broken[0] if broken else "", self._samples(step) if broken else "")
         if self.scaled and not any(loss for loss, _ in ranks) and self.in_a_row <= MOST_IN_A_ROW_SCALED:
             return  # the scaler's own search for a scale
         self.count += 1
-        self.event("not_finite", step=step.number, epoch=step.epoch, lr=step.lr, losses=losses, samples=step.indices)
+        self.event("not_finite", step=step.number, epoch=step.epoch, lr=step.lr, losses=losses, samples=_joined(step))
         found = [f"the loss is {loss} on rank {rank}, {who}" for rank, (loss, who) in enumerate(ranks) if loss]
         what = "; ".join(found) or "the gradients are not finite, the losses are"
         text = f"epoch {step.epoch + 1}, step {step.number}, learning rate {step.lr:.3g}: {what}"
@@ -165,10 +168,23 @@ class Finite:
         return ranks
 
     def _samples(self, step: _Step) -> str:
-        some, more = step.indices[:FEW], len(step.indices) - FEW
+        indices = _joined(step)
+        some, more = indices[:FEW], len(indices) - FEW
         named = [] if self.names is None else self.names(some)
         text = ", ".join(map(str, some)) + (f" ({', '.join(named)})" if named else "")
         return f"samples {text}" + (f" and {more} more" if more > 0 else "")
+
+
+def _joined(step: _Step) -> list[int]:
+    return [index for indices in step.indices for index in indices]
+
+
+def _to_host(found: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A copy on the host, and the event after which it is there. Waits for nothing."""
+    copied = torch.empty((), pin_memory=True).copy_(found, non_blocking=True)
+    passed = torch.cuda.Event(blocking=True)
+    passed.record()
+    return copied, passed
 
 
 def _flatten(buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from loguru import logger
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
-from fasttrain import facts, logs, machine
+from fasttrain import facts, join, logs, machine
 from fasttrain.checkpoint import LAST, PREVIOUS
 from fasttrain.errors import SettingsError, UserError
 from fasttrain.failures import Failures, tell_launcher
@@ -31,7 +29,6 @@ from fasttrain.worker import lost_worker
 
 T = TypeVar("T")
 OTHERS_WAIT = 30.0  # seconds that a rank waits before it says an error which rank 0 may be saying
-TO_CONNECT = 60.0  # seconds to reach the launcher's store, which is there before this process
 
 
 @dataclass
@@ -145,7 +142,8 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
     with place.stack, _first_cause(place):
         place.stack.callback(stop.close)
         watchdog = place.stack.enter_context(Watchdog(place.failures, stop, launcher()))
-        _connect(place, run.timeout)
+        if join.launched():
+            place.failures.share(join.join(place.device, run.timeout))
         place.began, place.settings, place.home = psutil.Process().create_time(), settings, home
         claimed = place.on_rank0(lambda: _claim(run.dir, resume, place.began, home))
         directory, checkpoint, place.started, place.id, place.token = claimed
@@ -161,6 +159,7 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
             told = f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh"
             logger.info("resume=auto: {}", told + ("; only with run.dir set can a run be resumed" * (not run.dir)))
         yield place
+        place.agree(None)  # no rank has succeeded before all have: the last save on rank 0 may fail
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -241,7 +240,7 @@ def _let_rank0_speak(local_rank: int) -> None:
 def _place(timeout: float, threads: int | None) -> Run:
     """Read the launcher's variables, choose the device."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if _launched() else (0, 0, 1, 1)
+    rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if join.launched() else (0, 0, 1, 1)
     device = pick_device(local_rank, local_world)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -249,24 +248,6 @@ def _place(timeout: float, threads: int | None) -> Run:
         # Not set, or set to 1 by torchrun, which does so whatever the machine has.
         torch.set_num_threads(max(1, machine.cores() // local_world))
     return Run(rank, local_rank, world, local_world, device, failures=Failures(rank, world, timeout))
-
-
-def _launched() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _connect(place: Run, timeout: float) -> None:
-    """Form the process group. timeout: seconds that a process waits for another in it."""
-    if not _launched():
-        return
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    patience = timedelta(seconds=timeout)
-    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=TO_CONNECT) if by_torchrun else patience))
-    store.set_timeout(patience)
-    place.failures.share(PrefixStore("failures", store))
-    device = place.device if place.device.type == "cuda" else None
-    backend = "cpu:gloo,cuda:nccl" if device else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience, device_id=device)
 
 
 def pick_device(local_rank: int, local_world: int) -> torch.device:

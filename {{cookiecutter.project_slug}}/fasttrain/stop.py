@@ -261,7 +261,7 @@ class Stop:
     def _end_process(self, text: str, in_order: bool) -> None:
         code = 128 + (self.asked or signal.SIGTERM)
         threading.Timer(LAST_WORDS, os._exit, (code,)).start()  # should even the log be stuck
-        logger.critical(text)
+        logger.bind(only=None if self.failed() is None else "file").critical(text)  # then it was said by another rank
         self.give_up(in_order)
         for child in psutil.Process().children(recursive=True):
             try:

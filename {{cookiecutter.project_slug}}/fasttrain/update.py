@@ -119,8 +119,7 @@ class Update:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of this batch; the mean over the batches of the step."""
-        scaled = self.scaler.scale(loss / self._parts if self._parts > 1 else loss)
-        scaled.backward(self.finite.seed(scaled))
+        self.finite.backward(self.scaler.scale(loss / self._parts if self._parts > 1 else loss))
 
     def step_if_due(self, state: State) -> bool:
         """After the last batch of a step: unscale, clip, set the rate, step, zero. True if a step was due.

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -53,7 +54,8 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Failures, Failures]:
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *args, **options: None)
     monkeypatch.setattr(failures, "PATIENCE", 0.2)
-    store = dist.HashStore()
+    stores: Any = dist  # which exports it, unknown to type checkers
+    store = stores.HashStore()
     ranks = Failures(0, 2, 5.0), Failures(1, 2, 5.0)
     for rank in ranks:
         rank.share(store)

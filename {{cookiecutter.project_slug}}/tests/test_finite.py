@@ -147,6 +147,60 @@ def test_a_nan_in_one_batch_of_an_accumulated_step_leaves_out_the_step() -> None
     assert loop.events[0]["samples"] == [0, 1, 2, 3]
 
 
+class Event:
+    """An event of a device that is as far behind as the host lets it be."""
+
+    def __init__(self, number: int, waited: list[int]) -> None:
+        self.number, self.waited = number, waited
+
+    def synchronize(self) -> None:
+        self.waited.append(self.number)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The way of a device, played on the CPU; the numbers of the events that the host waited for."""
+    waited: list[int] = []
+    count = iter(range(1, 1000))
+    monkeypatch.setattr(finite, "_to_host", lambda found: (found.clone(), Event(next(count), waited)))
+    return waited
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_on_a_device_the_optimizer_leaves_out_the_step_and_the_host_learns_it_later(
+    device: list[int], optimizer: str
+) -> None:
+    loop = Loop("stop", optimizer=optimizer)
+    loop.update.finite.on_device = True
+    loop.step()
+    before = loop.everything()
+    loop.step(spoil=True)
+    assert all(map(torch.equal, before, loop.everything()))
+    for _ in range(finite.LAG - 1):
+        loop.step()
+    assert not device[1:], "the host waited for a step that it need not know of yet"
+    with pytest.raises(UserError, match="step 2, learning rate"):
+        loop.step()
+    assert device == [1, 2]
+
+
+def test_on_a_device_all_findings_are_read_at_the_end_of_an_epoch(device: list[int]) -> None:
+    loop = Loop("stop")
+    loop.update.finite.on_device = True
+    loop.step(math.nan)
+    with pytest.raises(UserError, match="step 1, learning rate"):
+        loop.step(last=True)
+
+
+def test_on_a_device_findings_are_read_where_max_steps_ends(device: list[int]) -> None:
+    loop = Loop("stop")
+    loop.update.finite.on_device = True
+    loop.update.batches_left(loop.state, 2)
+    loop.step(math.nan)
+    with pytest.raises(UserError, match="step 1, learning rate"):
+        loop.step()
+
+
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_a_tensor_with_one_number_that_is_not_finite_is_seen(wrong: float) -> None:
     assert not is_finite(torch.tensor([0.0, wrong, 1.0]))
