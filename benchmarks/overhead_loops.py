@@ -9,10 +9,12 @@ between them. RESULT is a file; it gets the times as JSON.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ class Source:
     def result(self) -> dict[str, float]:
         """Microseconds a step: mean and median of the wall time, and the processor time of all threads."""
         times = self.asked[WARM_UP:]
-        steps = sorted(after - before for before, after in zip(times, times[1:], strict=False))
+        steps = sorted(after - before for before, after in itertools.pairwise(times))
         return {
             "mean": (times[-1] - times[0]) / self.steps * 1e6,
             "median": steps[len(steps) // 2] * 1e6,
@@ -67,7 +69,13 @@ class Bench:
         labels = [torch.randint(0, CLASSES, (BATCH,), generator=generator) for _ in range(IN_MEMORY)]
         self.source = Source(list(zip(images, labels, strict=True)), steps)
         self.settings = [
-            *("amp=off", "train.epochs=1", "data.workers=0", "checkpoint.every_minutes=1000", f"data.image_size={PIXELS}"),
+            *(
+                "amp=off",
+                "train.epochs=1",
+                "data.workers=0",
+                "checkpoint.every_minutes=1000",
+                f"data.image_size={PIXELS}",
+            ),
             *("model.channels_last=false", f"data.batch_size={BATCH}", f"run.dir={directory}"),
         ]
 
@@ -79,17 +87,18 @@ class Bench:
 
     def parts(self) -> tuple[Any, Any, Any, Callable[[Any, Any], Any]]:
         """Network, optimizer, preparation of a batch, loss: the project's own."""
-        import data
-        import model
         import torch
-        import train
-        from fasttrain import settings
-        from fasttrain.update import build_optimizer
 
-        cfg, _ = settings.load(train.Config, train.HERE / "config.yaml", self.settings)
+        data, model, train, update = map(import_module, ("data", "model", "train", "fasttrain.update"))
+        cfg, _ = train.settings.load(train.Config, train.HERE / "config.yaml", self.settings)
         net = self.network()
         prepare = data.Prepare(cfg.data, CLASSES, torch.device("cpu"))
-        return net, build_optimizer(net, cfg.optimizer), prepare, lambda logits, y: model.compute_loss(logits, y, 0.0)
+        return (
+            net,
+            update.build_optimizer(net, cfg.optimizer),
+            prepare,
+            lambda logits, y: model.compute_loss(logits, y, 0.0),
+        )
 
 
 def bare(bench: Bench) -> None:
@@ -111,8 +120,7 @@ def ours(bench: Bench, *on: str, log: bool = False) -> None:
     Its loader is left out, as that of every other loop: batches lie in slots already. All that the training thread does
     with a batch of the loader is done.
     """
-    import train
-
+    train = import_module("train")
     with contextlib.ExitStack() as stack:
         _in_memory(bench, stack)
         _only(set(on), stack)
@@ -129,12 +137,10 @@ def _patch(stack: contextlib.ExitStack, module: Any, name: str, value: Any) -> N
 
 def _in_memory(bench: Bench, stack: contextlib.ExitStack) -> None:
     """The project on the batches in memory and the tiny network."""
-    import data
-    import model
     import torch
-    import train
-    from fasttrain import feed, slots
-    from fasttrain.transfer import Batch
+
+    data, model, train, slots = map(import_module, ("data", "model", "train", "fasttrain.slots"))
+    batch_of = import_module("fasttrain.transfer").Batch
 
     class Samples:
         def __len__(self) -> int:
@@ -144,7 +150,9 @@ def _in_memory(bench: Bench, stack: contextlib.ExitStack) -> None:
         def __len__(self) -> int:
             return 1
 
-    class InMemory(feed.Feed):
+    feed: Any = train.Feed
+
+    class InMemory(feed):  # type: ignore[misc]
         def _open(self, epoch: int, start: int) -> Iterator[Any]:
             self.workers, own = 1, self.train_samples  # as if one had made them: what it takes to tell is done, too
             first = bench.source.batches[0]
@@ -160,14 +168,14 @@ def _in_memory(bench: Bench, stack: contextlib.ExitStack) -> None:
             for number, _ in enumerate(bench.source):
                 self._made[0] += 1
                 end = (number + 1) * BATCH
-                yield Batch(None, indices, 0, number, count - 1, end, 1e-4, 0, slot=number % IN_MEMORY)
+                yield batch_of(None, indices, 0, number, count - 1, end, 1e-4, 0, slot=number % IN_MEMORY)
 
         def validation(self) -> Iterator[Any]:
-            return iter((Batch(bench.source.batches[0], [0], 0, 0, 0, 0, 0.0, None),))
+            return iter((batch_of(bench.source.batches[0], [0], 0, 0, 0, 0, 0.0, None),))
 
     def build(*_: Any) -> Any:
         torch.set_num_threads(1)
-        return data.Datasets(Samples(), Val(), [str(number) for number in range(CLASSES)])  # type: ignore[arg-type]
+        return data.Datasets(Samples(), Val(), [str(number) for number in range(CLASSES)])
 
     _patch(stack, data, "build", build)
     _patch(stack, model, "build_model", lambda *_: bench.network())
@@ -199,13 +207,27 @@ class Off:
     def _nothing(self, *_: Any, **__: Any) -> None:
         return None
 
-    mark = note = close = abandon = event = batch = show_on = _nothing
+    def verdict(self, *_: Any) -> Off:
+        return self
+
+    def lines(self) -> list[str]:
+        return []
+
+    mark = note = close = abandon = event = batch = show_on = draw = _nothing
+
+
+PARTS = (
+    ("watch", "Watch"),
+    ("recorder", "Recorder"),
+    ("looks", "Looks"),
+    ("gauges", "Gauges"),
+    ("verdict", "LiveVerdict"),
+)  # names of observe.py
 
 
 def _only(on: set[str], stack: contextlib.ExitStack) -> None:
-    from fasttrain import observe
-
-    for name, part in (("watch", "Watch"), ("recorder", "Recorder"), ("gauges", "Gauges")):
+    observe = import_module("fasttrain.observe")
+    for name, part in PARTS:
         if name not in on:
             _patch(stack, observe, part, Off)
     if "dashboard" not in on:
@@ -213,9 +235,9 @@ def _only(on: set[str], stack: contextlib.ExitStack) -> None:
 
 
 def _log_each_step(stack: contextlib.ExitStack) -> None:
-    import train
     from loguru import logger
 
+    train = import_module("train")
     line, advance = logger.bind(only="file"), train.State.advance
 
     def logging(self: Any, batch: Any) -> None:
@@ -230,11 +252,12 @@ def _log_each_step(stack: contextlib.ExitStack) -> None:
 
 def lightning(bench: Bench, as_it_comes: bool) -> None:
     """Its automatic optimization. As it comes: progress bar, logger and checkpoint at their defaults, loss logged."""
-    import lightning.pytorch as pl
-
+    pl = import_module("lightning.pytorch")
     net, optimizer, prepare, compute_loss = bench.parts()
 
-    class Module(pl.LightningModule):
+    base: Any = pl.LightningModule
+
+    class Module(base):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = net
@@ -249,8 +272,10 @@ def lightning(bench: Bench, as_it_comes: bool) -> None:
         def configure_optimizers(self) -> Any:
             return optimizer
 
-    more: dict[str, Any] = {} if as_it_comes else dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    more: dict[str, Any] = (
+        {}
+        if as_it_comes
+        else dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     )
     trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=bench.directory, **more)
     trainer.fit(Module(), bench.source)
@@ -258,10 +283,8 @@ def lightning(bench: Bench, as_it_comes: bool) -> None:
 
 def accelerate(bench: Bench) -> None:
     """The loop of its quick tour."""
-    from accelerate import Accelerator
-
     net, optimizer, prepare, compute_loss = bench.parts()
-    accelerator = Accelerator(cpu=True)
+    accelerator = import_module("accelerate").Accelerator(cpu=True)
     net, optimizer = accelerator.prepare(net, optimizer)
     for batch in bench.source:
         images, labels = prepare(*batch, training=True)
@@ -273,8 +296,7 @@ def accelerate(bench: Bench) -> None:
 
 def traceml(bench: Bench) -> None:
     """The loop of its quick start; the process is started by `traceml run`."""
-    import traceml_ai
-
+    traceml_ai = import_module("traceml_ai")
     net, optimizer, prepare, compute_loss = bench.parts()
     traceml_ai.init(mode="auto")
     for batch in bench.source:
@@ -286,13 +308,15 @@ def traceml(bench: Bench) -> None:
             optimizer.zero_grad(set_to_none=True)
 
 
-ALL = ("watch", "recorder", "gauges", "dashboard")
+ALL = ("watch", "recorder", "looks", "gauges", "verdict", "dashboard")
 LOOPS: dict[str, Loop] = {
     "bare": bare,
     "loop": lambda bench: ours(bench),
     "watch": lambda bench: ours(bench, *ALL[:1]),
     "recorder": lambda bench: ours(bench, *ALL[:2]),
-    "gauges": lambda bench: ours(bench, *ALL[:3]),
+    "looks": lambda bench: ours(bench, *ALL[:3]),
+    "gauges": lambda bench: ours(bench, *ALL[:4]),
+    "verdict": lambda bench: ours(bench, *ALL[:5]),
     "ours": lambda bench: ours(bench, *ALL),
     "log": lambda bench: ours(bench, *ALL, log=True),
     "accelerate": accelerate,

@@ -24,7 +24,7 @@ class Run:
 
 @dataclass
 class Data:
-    path: str = location(must_exist=True, or_name=DATASETS)  # an image folder, a packed store, or a name
+    path: str = location(must_exist=True, or_name=DATASETS, or_pattern=True)  # images, store, shards or a name
     root: str = location()  # where the data sets known by name are kept
     val_fraction: float = value(above=0, below=1)  # part split off for validation
     skip_list: str | None = location(must_exist=True)  # a file, one path a line
@@ -96,6 +96,13 @@ class Dashboard:
     tensorboard: bool = value()
 
 
+@dataclass
+class Profile:
+    steps: int | None = value(low=1)  # batches
+    start: int = value(low=0)  # batches before them
+    ranks: list[int] = value(low=0)
+
+
 @dataclass(kw_only=True)  # a type checker takes value() for a default, after which the sections would need one
 class Config:
     """All of it: what settings.load returns, and what `cfg` is in train.py."""
@@ -110,3 +117,4 @@ class Config:
     optimizer: Optimizer
     checkpoint: Checkpoint
     dashboard: Dashboard
+    profile: Profile

@@ -9,10 +9,14 @@ COMMANDS = {
     "bench": "the loader alone, the step alone, and both: does a training wait for data?",
     "check-data": "broken, odd and duplicate images, classes that don't match; writes a skip list",
     "compare": "runs side by side: what was changed and what it brought",
+    "doctor": "before a long run: devices, memory, files, disk, data and processes, each with a remedy",
     "evaluate": "the metrics of a checkpoint on a split of the data",
     "judge": "what holds a training back: the evidence, and what to change",
     "pack": "decode and shrink a data set once, into one LMDB file that training reads",
+    "profile-data": "what making a sample costs, step by step; names the slowest transform",
     "report": "runs as one HTML page; --watch and --serve follow a training",
+    "tour": "the typical report replayed on this machine: a training that waits, the verdict, tune, pack, a table",
+    "tune": "the fastest workers, prefetch and threads, found and proven by measurement, written into config.yaml",
 }
 
 

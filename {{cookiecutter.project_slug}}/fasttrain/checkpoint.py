@@ -21,7 +21,7 @@ from loguru import logger
 from torch import nn
 
 from fasttrain import saver
-from fasttrain.errors import UserError
+from fasttrain.errors import UserError, printable
 from fasttrain.parallel import unwrap
 from fasttrain.snapshot import Skeleton
 
@@ -107,7 +107,7 @@ def read(path: str | Path) -> dict[str, Any]:
     except pickle.UnpicklingError:
         text = "not loaded: it is damaged, or holds other things than tensors, numbers and texts"
         raise UserError(f"{path}: {text}") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # what is in a damaged or hostile file makes PyTorch's reader raise almost anything
         raise _unreadable(path, error) from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a checkpoint: holds a {type(content).__name__}, expected a dictionary")
@@ -138,7 +138,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """
     content = load(path)
     own, found = unwrap(model).state_dict(), content.get("model", content)
-    if not isinstance(found, dict):
+    plain = isinstance(found, dict) and all(isinstance(name, str) for name in found)
+    if not plain or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise UserError(f"model.weights={path}: holds no weights by name")
     weights = clean_keys(found, own)
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
@@ -156,4 +157,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         weights[name] = own[name]
     if other:
         logger.warning("{}: {} have another shape (classes?) and start fresh", path, ", ".join(other))
-    unwrap(model).load_state_dict(weights)
+    try:
+        unwrap(model).load_state_dict(weights)
+    except (RuntimeError, TypeError, ValueError) as error:  # tensors without data, or in a form that can't be copied
+        reason = printable(" ".join(str(error).split()), 300)
+        raise UserError(f"model.weights={path}: can't be used: {reason}") from None

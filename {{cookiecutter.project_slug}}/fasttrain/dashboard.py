@@ -15,7 +15,7 @@ from loguru import logger
 from rich.console import Console
 
 from fasttrain.gauges import Sample
-from fasttrain.records import BatchRecord, View
+from fasttrain.records import BatchRecord
 from fasttrain.window import Summary, Window
 
 NARROWEST, LOWEST = 72, 20  # columns and lines that the panel needs; a smaller terminal gets lines
@@ -52,6 +52,7 @@ class Dashboard:
         self.window = window
         self.progress = Progress(total_batches)
         self.validation: dict[str, Any] | None = None  # the last one's event
+        self.verdict: Callable[[], str | None] = lambda: None
         self._every, self._gauges = every, gauges
         self._drawn_at = -math.inf
         self._drawn_batches = 0
@@ -66,6 +67,12 @@ class Dashboard:
     def event(self, event: dict[str, Any]) -> None:
         if event.get("event") == "validation":
             self.validation = event
+
+    def draw(self, now: float) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
 
     @property
     def sample(self) -> Sample:
@@ -130,6 +137,8 @@ def line(summary: Summary, board: Dashboard) -> str:
         f"CPU {number(sample.cpu, '.0f', '%')}, memory {number(sample.memory_used, 'GB', ' GB')}, "
         f"disk {number(sample.disk_read, '.1f', ' MB/s')} busy {number(sample.disk_busy, '.0f', '%')}"
     )
+    if verdict := board.verdict():
+        parts.append(verdict)
     return " | ".join(parts) + ("" if summary.steady else " | warming up")
 
 
@@ -159,7 +168,8 @@ def make_view(
     gauges: Sampler | None,
     console: Console,
     title: str = "",
-) -> ViewWithTotal:
+    verdict: Callable[[], str | None] = lambda: None,
+) -> Dashboard:
     """The view that suits this console: a live panel on a terminal, plain lines in a file, in CI or where it won't fit.
 
     Args:
@@ -171,13 +181,17 @@ def make_view(
         gauges: its `latest` is shown.
         console: the console that the log is printed on.
         title: shown above, say the run directory.
+        verdict: what holds the training back, in one line.
     """
     records = Window(window, world, workers)
     if suits_panel(console):
         from fasttrain.dashboard_panel import LivePanel  # only here: rich's live display takes time to import
 
-        return LivePanel(every, records, total_batches, gauges, console, title)
-    return Lines(every, records, total_batches, gauges)
+        view: Dashboard = LivePanel(every, records, total_batches, gauges, console, title)
+    else:
+        view = Lines(every, records, total_batches, gauges)
+    view.verdict = verdict
+    return view
 
 
 def suits_panel(console: Console) -> bool:
@@ -186,7 +200,3 @@ def suits_panel(console: Console) -> bool:
     if not isatty() or console.is_dumb_terminal or os.environ.get("CI"):
         return False
     return console.is_terminal and console.width >= NARROWEST and console.height >= LOWEST
-
-
-class ViewWithTotal(View, Protocol):
-    def set_total(self, total_batches: int | None, done: int = 0) -> None: ...

@@ -132,9 +132,14 @@ class LivePanel(Dashboard):
             *loader_rows(summary),
             *self._learning_rows(summary),
             *gauge_rows(self.sample, ascii_only),
+            *self._verdict_rows(),
         ):
             grid.add_row(name, text)
         return grid
+
+    def _verdict_rows(self) -> list[tuple[str, Text]]:
+        says = self.verdict()
+        return [("verdict", Text(printable(says)))] if says else []
 
     def _learning_rows(self, summary: Summary) -> list[tuple[str, Text]]:
         loss = f"{number(summary.loss, '.4f')}, mean {number(summary.loss_mean, '.4f')}"

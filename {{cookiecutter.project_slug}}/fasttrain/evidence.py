@@ -80,7 +80,11 @@ def side_of(rank: Rank) -> Side:
     starts = [e["time"] for e in rank.events if e["event"] == "pause" and e.get("name") == "startup"]
     loader: Mapping[str, Any] = next((e for e in reversed(rank.events) if e["event"] == "loader"), {})
     graph: Mapping[str, Any] = next((e for e in reversed(rank.events) if e["event"] == "graph"), {})
-    records = _settled(rank.records, starts, 1 + int(loader.get("workers", 0) or 0))
+    profiles = [
+        (e["begin"], e["end"]) for e in rank.events if e["event"] == "profile"
+    ]  # torch.profiler slows these down
+    kept = [r for r in rank.records if not any(begin < r.time <= end for begin, end in profiles)]
+    records = _settled(kept, starts, 1 + int(loader.get("workers", 0) or 0))
     side = Side(rank.number, records, loader=loader, operations=graph.get("operations"))
     if not records:
         return side

@@ -2,21 +2,17 @@
 
     root/<class>/**/<image>        one folder a class, named by it; images may lie deeper
 
-The result is a `Listing`. It holds all paths in one block of bytes instead of a million strings, so that a worker
-process shares its parent's memory: reading a Python string writes to its reference count, which makes a forked
-process copy the page it lies on, and the memory of a large data set then grows by the number of workers.
+The result is a `Listing`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,86 +21,14 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from fasttrain.errors import UserError
+from fasttrain.listing import Listing as Listing
+from fasttrain.names import printable as printable
+from fasttrain.names import some
 
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")  # in any case
 # Passed over, like every name that begins with a dot.
 SYSTEM = {b"__MACOSX", b"Thumbs.db", b"desktop.ini", b"lost+found", b"@eaDir", b"$RECYCLE.BIN"}
 _ENDINGS = tuple(b"." + e.encode() for e in EXTENSIONS)
-
-
-def printable(path: str | bytes | os.PathLike[str]) -> str:
-    """`path` as one line that every console can take: bytes that aren't UTF-8 as ``\\xff``, line ends as ``\\n``."""
-    text = os.fsencode(path).decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The images of a folder, in a fixed order. About 16 bytes and the length of its path for each file.
-
-    Attributes:
-        root: the folder that the paths start at.
-        classes: names of the classes; a label is a place in this list.
-        names: all paths below root, one after another.
-        starts, lengths: int64 and int32 [n], where in `names` the path of each image lies.
-        labels: int32 [n].
-    """
-
-    root: str
-    classes: list[str]
-    names: bytes
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int32]
-    labels: NDArray[np.int32]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def name(self, index: int) -> bytes:
-        """The path of one image below `root`."""
-        start = int(self.starts[index])
-        return self.names[start : start + int(self.lengths[index])]
-
-    def path(self, index: int) -> str:
-        """The file of one image."""
-        return os.path.join(self.root, os.fsdecode(self.name(index)))
-
-    def label(self, index: int) -> int:
-        """The class of one image, as a place in `classes`."""
-        return int(self.labels[index])
-
-    def fingerprint(self) -> str:
-        """The same for the same files in the same order with the same labels, wherever the folder lies."""
-        digest = hashlib.blake2b(self.names, digest_size=16)
-        for numbers in (self.starts, self.lengths, self.labels):
-            digest.update(np.ascontiguousarray(numbers).data)
-        return digest.hexdigest()
-
-    def subset(self, indices: Sequence[int] | NDArray[np.int64]) -> Listing:
-        """The images at `indices`, in that order; the block of paths is shared, not copied."""
-        at = np.asarray(indices, dtype=np.int64)
-        return replace(self, starts=self.starts[at], lengths=self.lengths[at], labels=self.labels[at])
-
-    def with_classes(self, classes: Sequence[str]) -> Listing:
-        """The same images, labelled by the class list of a training set or checkpoint.
-
-        A class of `classes` without images here is a warning.
-
-        Raises:
-            UserError: this folder has a class that isn't in `classes`; its images would have no right label.
-        """
-        known = {name: label for label, name in enumerate(classes)}
-        extra = [name for name in self.classes if name not in known]
-        if extra:
-            raise UserError(
-                f"{printable(self.root)}: {_some(extra)} not among the {len(known)} classes of the training images "
-                f"({_some(classes)}): rename or remove the folder, or add it to the training images"
-            )
-        if missing := [name for name in classes if name not in self.classes]:
-            where, count = printable(self.root), f"{len(missing)} of the {len(known)} classes"
-            logger.warning("{}: no images of {} ({})", where, count, _some(missing))
-        new = np.array([known[name] for name in self.classes], dtype=np.int32)
-        return replace(self, classes=list(classes), labels=new[self.labels])
 
 
 def scan(root: str | os.PathLike[str]) -> Listing:
@@ -145,11 +69,11 @@ def scan(root: str | os.PathLike[str]) -> Listing:
         (classes if len(labels) > before else empty).append(os.fsdecode(folder))
     if not classes:
         known = ", ".join(EXTENSIONS)
-        raise UserError(f"{shown}: no images in its {len(folders)} folders ({_some(empty)}); files looked for: {known}")
+        raise UserError(f"{shown}: no images in its {len(folders)} folders ({some(empty)}); files looked for: {known}")
     if loose:
         logger.warning("{}: {} images beside the class folders are left out", shown, loose)
     if empty:
-        logger.warning("{}: no images in {}: left out of the classes", shown, _some(empty))
+        logger.warning("{}: no images in {}: left out of the classes", shown, some(empty))
     if broken:
         logger.warning("{}: {} links that lead nowhere are left out", shown, broken)
     sizes = np.frombuffer(lengths, dtype=np.int32) if lengths.itemsize == 4 else np.array(lengths, dtype=np.int32)
@@ -258,9 +182,3 @@ def is_hidden(name: bytes) -> bool:
 def is_image(name: bytes) -> bool:
     """Whether it has the extension of an image."""
     return name.lower().endswith(_ENDINGS)
-
-
-def _some(names: Iterable[str], most: int = 5) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(printable(n) for n in listed[:most]) + more

@@ -4,113 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
 from fasttrain.evidence import SURE, Side, ms, percent, sure_above
 from fasttrain.findings import Finding
-from fasttrain.records import BatchRecord
+from fasttrain.supply import ENOUGH, Supply, crowded, late_seconds, supply_of, tail_of, throttled, worked
 
 SHORT = 0.10  # part of the wall time from which waiting for data is a finding
-HANDED_OVER = 0.0005  # seconds that taking a batch costs that lies ready
-LATE = 0.005  # a longer wait is one for a batch that was not ready, however many others were
-ENOUGH = 0.9  # of the time of a step: a loader that needs less for a batch is fast enough on average
-HICCUP = 3.0  # times the median: a batch that took longer to make came late by itself
 PACKED = 0.0001  # seconds a sample that a packed store takes (README: measured)
-MOST_WORKERS = 16
-
-
-@dataclass(frozen=True)
-class Supply:
-    """What the loader gives and the step takes, in seconds a batch; means."""
-
-    side: Side
-    share: float  # waited, of the wall time
-    sure: float
-    late: list[float]  # for each record the seconds waited beyond the hand-over
-    workers: int
-    rest: float  # of a step without waiting
-    made: float  # by one worker
-    cpu: float
-    queued: float
-    asleep: float
-    samples: int  # a batch
-
-    @property
-    def every(self) -> float:
-        """Seconds between two batches of all workers."""
-        return self.made / max(1, self.workers)
-
-    @property
-    def cores(self) -> float:
-        """For this rank, CPU quota considered."""
-        loader = self.side.loader
-        total = loader.get("quota") or loader.get("cores") or max(1, self.workers)
-        return max(0.1, min(float(total), float(loader.get("cores") or total)) / int(loader.get("local_ranks") or 1))
-
-    def with_workers(self, count: int) -> float:
-        """Seconds of a step to expect: the loader's or the rest, whichever is longer."""
-        return max(self.rest, (self.cpu + self.asleep) / count, self.cpu / self.cores)
-
-    def best_workers(self) -> int:
-        """The fewest from which more would bring nothing: the step is the limit then, or the cores."""
-        bound = max(self.rest * ENOUGH, self.cpu / self.cores)
-        wanted = math.ceil((self.cpu + self.asleep) / max(bound, 1e-9))
-        most = MOST_WORKERS if self.asleep > self.cpu else min(MOST_WORKERS, math.ceil(self.cores))
-        return max(1, min(wanted, most))
-
-    @property
-    def numbers(self) -> str:
-        """The two measurements that come before any advice."""
-        late = sum(record.wait > (record.wall - record.wait) / 2 for record in self.side.records)
-        loader = f"{self.workers} workers give one every {ms(self.every)}" if self.workers > 1 else "one at a time"
-        return (
-            f"a step takes {ms(self.rest)} without waiting, a batch {ms(self.made)} to make ({loader}): "
-            f"data/compute {self.every / max(self.rest, 1e-9):.2f}; {percent(self.share)} of the time is waiting, "
-            f"in {late} of {len(self.side.records)} batches longer than half a step"
-        )
 
 
 def find(side: Side, settings: Mapping[str, Any]) -> list[Finding]:
     """What the waits say; empty if the supply is not short."""
-    late = [_late(record, side) for record in side.records]
+    late = [late_seconds(record, side) for record in side.records]
     share, sure = sure_above(late, [record.wall for record in side.records], SHORT)
     if sure < SURE:
         return []
-    supply = _supply(side, share, sure, late)
-    for cause in (_no_workers, _epoch_start, _hand_over, _slow_worker, _jitter, _quota, _collate, _disk, _few_workers):
+    supply = supply_of(side, share, sure, late)
+    for cause in (_no_workers, _epoch_start, _slow_worker, _jitter, _hand_over, _quota, _collate, _disk, _few_workers):
+        if cause is _hand_over and supply.enough and crowded(side):
+            return []  # it would do, had other processes not taken the cores: they are named elsewhere
         if (found := cause(supply, settings)) is not None:
             return [found]
-    return [_transforms(supply, settings)]
-
-
-def _late(record: BatchRecord, side: Side) -> float:
-    """Seconds of this wait for which the loader is to blame."""
-    workers = int(side.loader.get("workers") or 0)
-    if record.worker is None and record.made is not None:
-        return record.wait
-    lies_ready = record.ready is not None and record.ready >= max(1, workers) and record.wait < LATE
-    return 0.0 if lies_ready else max(0.0, record.wait - HANDED_OVER)
-
-
-def _supply(side: Side, share: float, sure: float, late: list[float]) -> Supply:
-    made, cpu, queued = side.mean("made"), side.mean("made_cpu"), side.mean("made_queued")
-    if not cpu:  # records of an older run
-        cpu = made
-    return Supply(
-        side,
-        share,
-        sure,
-        late,
-        int(side.loader.get("workers") or len({r.worker for r in side.records if r.worker is not None})),
-        fmean(record.wall - record.wait for record in side.records),
-        made,
-        cpu,
-        queued,
-        max(0.0, made - cpu - queued),
-        round(fmean(record.images for record in side.records)),
-    )
+    return [_taking(supply)] if supply.enough else [_transforms(supply, settings)]
 
 
 def _finding(supply: Supply, cause: str, says: str, evidence: str, remedy: str) -> Finding:
@@ -191,9 +108,9 @@ def _hand_over(supply: Supply, settings: Mapping[str, Any]) -> Finding | None:
     """Batches lie ready, but come through new shared memory each."""
     loader = supply.side.loader
     ready = [record.ready for record in supply.side.records if record.ready is not None]
-    if loader.get("slots", True) or not ready or supply.every > ENOUGH * supply.rest:
+    if loader.get("slots", True) or not ready or not supply.enough:
         return None
-    if fmean(ready) < supply.workers or _tail(supply) > 0.3:
+    if fmean(ready) < supply.workers or tail_of(supply) > 0.3:
         return None
     return _finding(
         supply,
@@ -204,11 +121,23 @@ def _hand_over(supply: Supply, settings: Mapping[str, Any]) -> Finding | None:
     )
 
 
+def _taking(supply: Supply) -> Finding:
+    """The supply would do, and yet there are waits."""
+    return _finding(
+        supply,
+        "hand_over",
+        "taking a batch costs time although the workers make them fast enough",
+        "the workers are done in time",
+        "raise data.prefetch_factor; if that doesn't help, look at what else keeps the training process busy "
+        "(threads of its own, garbage collection)",
+    )
+
+
 def _slow_worker(supply: Supply, settings: Mapping[str, Any]) -> Finding | None:
     by_worker: dict[int, list[float]] = {}
     for record in supply.side.records:
         if record.worker is not None and record.made is not None:
-            by_worker.setdefault(record.worker, []).append(record.made)
+            by_worker.setdefault(record.worker, []).append(worked(record))
     if len(by_worker) < 2 or min(len(each) for each in by_worker.values()) < 4:
         return None
     middle = {worker: median(each) for worker, each in by_worker.items()}
@@ -229,26 +158,15 @@ def _slow_worker(supply: Supply, settings: Mapping[str, Any]) -> Finding | None:
     )
 
 
-def _tail(supply: Supply) -> float:
-    """Part of the making that went into single slow samples, or into single slow batches."""
-    records = [record for record in supply.side.records if record.made is not None]
-    total = sum(record.made or 0.0 for record in records)
-    if not total:
-        return 0.0
-    usual = HICCUP * median(record.made or 0.0 for record in records)
-    slow = sum(max(record.tail or 0.0, (record.made or 0.0) - usual) for record in records)
-    return max(0.0, slow) / total
-
-
 def _jitter(supply: Supply, settings: Mapping[str, Any]) -> Finding | None:
     """Enough on average, or it would be without the slow ones: the waits come from hiccups."""
-    tail = _tail(supply)
-    steady = supply.every * (1 - tail)
+    tail = tail_of(supply)
+    unqueued = (supply.made - supply.queued) / max(1, supply.workers)
+    steady = unqueued * (1 - tail)
     waits = sorted(record.wait for record in supply.side.records)
     few_long = waits[len(waits) // 2] < 0.25 * waits[int(0.95 * len(waits))]
-    unqueued = (supply.made - supply.queued) / supply.workers
-    hiccups = tail >= 0.35 and (steady <= supply.rest or tail >= 0.5)
-    late_by_chance = supply.every <= ENOUGH * supply.rest and few_long and unqueued >= 0.6 * supply.every
+    hiccups = tail >= 0.35 and (steady <= supply.free or tail >= 0.5)
+    late_by_chance = supply.every <= ENOUGH * supply.rest and few_long and not crowded(supply.side)
     if not (hiccups or late_by_chance):
         return None
     slowest = max((record.slowest or 0.0 for record in supply.side.records), default=0.0)
@@ -286,14 +204,6 @@ def _quota(supply: Supply, settings: Mapping[str, Any]) -> Finding | None:
         f"{ms(supply.cpu)}{held}",
         f"{change}give the container more cores (docker run --cpus); with these, {_pack(supply, settings)}",
     )
-
-
-def throttled(side: Side) -> float:
-    """Part of the time that a CPU quota made the container stand still, from the gauges."""
-    marks = [(g["time"], float(g["throttled"])) for g in side.gauges if g.get("throttled") is not None]
-    if len(marks) < 2 or marks[-1][0] <= marks[0][0]:
-        return 0.0
-    return float(marks[-1][1] - marks[0][1]) / float(marks[-1][0] - marks[0][0])
 
 
 def _collate(supply: Supply, settings: Mapping[str, Any]) -> Finding | None:
@@ -334,9 +244,7 @@ def _few_workers(supply: Supply, settings: Mapping[str, Any]) -> Finding | None:
     count = supply.best_workers()
     after = supply.with_workers(count)
     now = fmean(record.wall for record in supply.side.records)
-    if count <= supply.workers or (after > 1.15 * supply.rest and after > 0.7 * now):
-        return None
-    if after > 1.3 * supply.rest:  # the cores will not do
+    if count <= supply.workers or after > min(1.3 * supply.rest, 0.9 * now):  # the cores will not do
         return None
     return _finding(
         supply,

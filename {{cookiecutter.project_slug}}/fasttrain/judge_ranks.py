@@ -17,7 +17,8 @@ from fasttrain.findings import Finding
 from fasttrain.records import BatchRecord
 
 LATE = 0.10  # part of the step that the others wait for one rank
-HABIT = 0.75  # of the steps in which the same rank is late
+TOGETHER = 8  # steps
+HABIT = 0.75  # of those groups of steps in which the same rank is late
 SUMS = 0.30  # part of the step that goes to the sums over the ranks
 ALONE = ("wait", "copy", "optimizer", "other")  # phases that wait for no other rank
 
@@ -30,7 +31,7 @@ def find(sides: Sequence[Side], settings: Mapping[str, Any]) -> list[Finding]:
     if len(steps) < 16:
         return []
     walls = [fmean(record.wall for record in step) for step in steps]
-    found = _late_rank(sides, steps, walls, settings)
+    found = _late_rank(sides, steps, settings)
     if not found:
         found = _stragglers(sides, steps, walls)
     return [*found, *_communication(sides, steps, walls, settings)]
@@ -55,24 +56,27 @@ def _alone(record: BatchRecord) -> float:
     return float(sum(getattr(record, phase) for phase in ALONE))
 
 
-def _late_rank(
-    sides: Sequence[Side], steps: list[list[BatchRecord]], walls: list[float], settings: Mapping[str, Any]
-) -> list[Finding]:
+def _late_rank(sides: Sequence[Side], steps: list[list[BatchRecord]], settings: Mapping[str, Any]) -> list[Finding]:
     """One rank is late in most steps: by what it does alone, or by its forward pass with a backward pass to match."""
+    # A loader that is short gives its workers' batches in bursts: a few steps are looked at together.
+    size = max(1, min(TOGETHER, len(steps) // 8))
+    groups = [steps[at : at + size] for at in range(0, len(steps) - size + 1, size)]
     for name, measure in (("alone", _alone), ("forward", lambda record: record.forward)):
         sums = [sum(measure(step[i]) for step in steps) for i in range(len(sides))]
         worst = max(range(len(sides)), key=lambda i: sums[i])
-        lateness = []
-        for step in steps:
-            own = measure(step[worst])
-            others = median(measure(record) for i, record in enumerate(step) if i != worst)
+        lateness, spans = [], []
+        for group in groups:
+            own = sum(measure(step[worst]) for step in group)
+            others = median(sum(measure(step[i]) for step in group) for i in range(len(sides)) if i != worst)
             waited = max(
-                fmean(getattr(r, phase) for i, r in enumerate(step) if i != worst) - getattr(step[worst], phase)
+                sum(fmean(getattr(r, phase) for i, r in enumerate(step) if i != worst) for step in group)
+                - sum(getattr(step[worst], phase) for step in group)
                 for phase in (("backward", "forward") if name == "alone" else ("backward",))
             )
-            lateness.append(min(own - others, waited))
-        share, sure = sure_above([max(0.0, late) for late in lateness], walls, LATE)
-        habit = fmean(late > 0.02 * wall for late, wall in zip(lateness, walls, strict=True))
+            lateness.append(max(0.0, min(own - others, waited)))
+            spans.append(sum(fmean(record.wall for record in step) for step in group))
+        share, sure = sure_above(lateness, spans, LATE)
+        habit = fmean(late > 0.02 * span for late, span in zip(lateness, spans, strict=True))
         if sure >= SURE and habit >= HABIT:
             return [_slow_rank(sides, worst, name, share, min(sure, 0.5 + habit / 2), habit, settings)]
     return []

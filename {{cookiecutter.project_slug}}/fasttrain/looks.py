@@ -100,13 +100,13 @@ def place(frame: FrameType | None, doing: str, texts: dict[tuple[str, int], str]
     here: FrameType | None = frame
     while here is not None and depth < DEEPEST:
         file = here.f_code.co_filename
-        kind = kind or next((name for name, marks in _KINDS if any(mark in file for mark in marks)), "")
-        if _is_owners(file):
+        if not kind and (kind := next((name for name, marks in _KINDS if any(mark in file for mark in marks)), "")):
+            own = ""  # a handler of the owner's: the line that logs is wanted
+        if not own and _is_owners(file):
             text = texts.setdefault((file, here.f_lineno), linecache.getline(file, here.f_lineno).strip()[:120])
             own = f"{_short(file)}:{here.f_lineno} {here.f_code.co_name}: {text}"
             if not kind and here is frame and any(word in text for word in _WRITES):
                 kind = "logging"
-            break
         here, depth = here.f_back, depth + 1
     return doing, own, kind, innermost
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from loguru import logger
 
-from fasttrain import dashboard, logs
+from fasttrain import dashboard, logs, profile
 from fasttrain.errors import SettingsError
 from fasttrain.feed import Feed
 from fasttrain.gauges import Gauges
@@ -20,6 +20,7 @@ from fasttrain.records import PHASES, BatchRecord, Recorder
 from fasttrain.run import Run
 from fasttrain.state import State
 from fasttrain.update import Update
+from fasttrain.verdicts import LiveVerdict
 from fasttrain.watch import Watch
 from fasttrain.window import WARM_UP
 
@@ -69,11 +70,13 @@ class Report:
         index, uuid = _nvidia(run.device)
         gauges = run.stack.enter_context(Gauges(self.recorder.event, _disk(settings), index, uuid=uuid))
         self.totals = Totals(run.world)
-        self.watch = Watch(self.recorder, feed.clock, run.started, run.began)
+        self.watch = self._stopwatch(feed)
         run.stack.callback(self.watch.abandon)  # after `end` there is nothing left to abandon
         run.stack.enter_context(Looks(self.recorder.event, lambda: self.watch.doing))
+        self.verdict = LiveVerdict(run.dir, run.world, run.settings)
         if run.is_main:
             self.recorder.show_on(self.totals)
+            self.recorder.show_on(self.verdict)
             self._show_dashboard(feed, state, gauges)
         accumulate, batch = settings.train.accumulate, settings.data.batch_size
         logger.info(
@@ -100,6 +103,8 @@ class Report:
             logger.info(f"stopped early: no better {name} for {state.epochs_without_gain} epochs")
         if self.run.is_main:
             logger.info(f"{state.step} steps; {self.totals}")
+            for line in self.verdict.verdict().lines():
+                logger.info(line)
         if state.best is None or state.best_epoch is None:
             logger.warning(f"no finite {name} was reached: there is no best.pt")
             return
@@ -108,6 +113,13 @@ class Report:
         logger.info(f"best {name} {state.best:.4f} in epoch {state.best_epoch + 1}: {where}")
         if best.exists():
             logger.info(f"next: python -m fasttrain evaluate {best}")
+
+    def _stopwatch(self, feed: Feed) -> Watch:
+        run, wish = self.run, self.settings.profile
+        if not profile.wanted(wish, run.rank, run.world):
+            return Watch(self.recorder, feed.clock, run.started, run.began)
+        where = {"directory": run.dir, "rank": run.rank, "steps": wish.steps, "start": wish.start}
+        return profile.ProfilingWatch(self.recorder, feed.clock, run.started, run.began, **where, streams=feed.streams)
 
     def _show_dashboard(self, feed: Feed, state: State, gauges: Gauges) -> None:
         board, train = self.settings.dashboard, self.settings.train
@@ -124,6 +136,7 @@ class Report:
             gauges,
             logs.console,
             title=self.run.dir.name,
+            verdict=lambda: self.verdict.says,
         )
         view.set_total(total, per_epoch * state.epoch + state.position // feed.global_batch)
         self.recorder.show_on(view)

@@ -3,9 +3,10 @@
     OUT/data.mdb     name of each image, as it was below the source folder -> the image
                      raw:  height, width (uint32, little-endian), then uint8 RGB pixels [height, width, 3]
                      jpeg: a JPEG file
-                     and two entries under names that no file can have: ABOUT (JSON) and INDEX
+                     and entries under names that no file can have: ABOUT (JSON), INDEX and SUMS
 
-INDEX is int32 lengths [n] and labels [n], then the names one after another; ABOUT holds its checksum.
+INDEX is int32 lengths [n] and labels [n], then the names one after another; ABOUT holds its checksum. SUMS is uint32
+[n], the CRC-32 of each image, for `check-data`: comparing it at each reading would cost more than the reading.
 
 Nothing in a store is executed, and the file is checked before LMDB maps it (fasttrain/lmdb_file.py).
 """
@@ -17,8 +18,9 @@ import json
 import os
 import struct
 import threading
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from fasttrain.lmdb_file import FILE as FILE
 from fasttrain.lmdb_file import LmdbFileError
 
 FORMAT = 1
-ABOUT, INDEX = b"\0about", b"\0index"
+ABOUT, INDEX, SUMS = b"\0about", b"\0index", b"\0sums"
 SHAPE = struct.Struct("<II")  # before raw pixels
 _LONGEST_KEY = 511  # bytes; LMDB's limit
 
@@ -58,18 +60,44 @@ def pack_index(names: Sequence[bytes], labels: Sequence[int] | NDArray[np.int32]
 
 
 @dataclass(frozen=True)
+class Stored(Listing):
+    """Images of a packed store; `root` in front of a name is no file, it names the image.
+
+    Attributes:
+        kind: raw or jpeg.
+        sums: CRC-32 of the stored bytes, uint32 [n].
+    """
+
+    kind: str = ""
+    sums: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    def subset(self, indices: Sequence[int] | NDArray[np.int64]) -> Stored:
+        return replace(super().subset(indices), sums=self.sums[np.asarray(indices, dtype=np.int64)])
+
+    def picture(self, index: int) -> Picture:
+        return read_picture(self.root, self.kind, self.name(index))
+
+    def content(self, index: int) -> bytes:
+        return bytes(read_value(self.root, self.name(index)) or b"")
+
+    def damaged(self, index: int) -> bool:
+        """Whether the stored bytes are others than those that were packed."""
+        return zlib.crc32(self.content(index)) != int(self.sums[index])
+
+
+@dataclass(frozen=True)
 class Store:
     """A finished store. Holds no open file, so it can go to any process, forked or not.
 
     Attributes:
         root: its folder.
         kind: raw or jpeg.
-        listings: the images of each part, in their order; `root` in front of a name is no file, it names the image.
+        listings: the images of each part, in their order.
     """
 
     root: str
     kind: str
-    listings: dict[str, Listing]
+    listings: dict[str, Stored]
 
     def picture(self, name: bytes) -> Picture:
         """One image. Raw pixels are not copied: they stay in the page cache, which all processes share.
@@ -83,15 +111,15 @@ class Store:
 def read_picture(root: str, kind: str, name: bytes) -> Picture:
     """`Store.picture` for who keeps only the folder and the kind."""
     value = read_value(root, name)
+    if value is not None and kind == "raw" and len(value) > SHAPE.size:
+        height, width = SHAPE.unpack_from(value)
+        if height and width and len(value) == SHAPE.size + 3 * height * width:
+            return Picture.of(np.frombuffer(value, np.uint8, offset=SHAPE.size).reshape(height, width, 3))
     shown = os.path.join(root, os.fsdecode(name))
     if value is None:
         raise ImageError(shown, "isn't in the packed store: pack it anew")
     if kind == "jpeg":
         return Picture(bytes(value), shown)
-    if len(value) > SHAPE.size:
-        height, width = SHAPE.unpack_from(value)
-        if height and width and len(value) == SHAPE.size + 3 * height * width:
-            return Picture.of(np.frombuffer(value, np.uint8, offset=SHAPE.size).reshape(height, width, 3))
     raise ImageError(shown, f"is damaged in the packed store ({len(value)} bytes that are no raw image): pack it anew")
 
 
@@ -117,7 +145,8 @@ def load(root: str | os.PathLike[str]) -> Store:
     if not about.get("complete"):
         raise UserError(f"{printable(where)}: not packed to its end; run the same `python -m fasttrain pack` once more")
     try:
-        return Store(where, _kind(about["form"]["kind"]), _listings(where, about, _open(where).get(INDEX)))
+        kind = _kind(about["form"]["kind"])
+        return Store(where, kind, _listings(where, kind, about, _open(where).get(INDEX), _open(where).get(SUMS)))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, StopIteration) as error:
         raise _damaged(where, f"its index is not what was written: {error}") from error
 
@@ -142,7 +171,9 @@ def _kind(kind: Any) -> str:
     return str(kind)
 
 
-def _listings(where: str, about: dict[str, Any], index: memoryview | None) -> dict[str, Listing]:
+def _listings(
+    where: str, kind: str, about: dict[str, Any], index: memoryview | None, sums: memoryview | None
+) -> dict[str, Stored]:
     """The parts of the store, from INDEX. Raises ValueError or TypeError for what doesn't fit together."""
     classes, counts = about["classes"], about["parts"]
     if index is None or hashlib.blake2b(index, digest_size=16).hexdigest() != about["checksum"]:
@@ -159,7 +190,10 @@ def _listings(where: str, about: dict[str, Any], index: memoryview | None) -> di
         raise ValueError("lengths of names make no sense")
     if total and not (0 <= int(labels.min()) <= int(labels.max()) < len(classes)):
         raise ValueError("labels outside of the classes")
-    everything = Listing(where, list(classes), names, starts, lengths, labels)
+    if sums is None or len(sums) != 4 * total:
+        raise ValueError("its list of checksums is not of its length")
+    checksums = np.frombuffer(sums, "<u4").astype(np.uint32)
+    everything = Stored(where, list(classes), names, starts, lengths, labels, kind, checksums)
     ends = np.cumsum(list(counts.values()))
     return {
         part: everything.subset(np.arange(end - count, end))

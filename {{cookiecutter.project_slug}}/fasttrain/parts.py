@@ -1,7 +1,9 @@
-"""The parts that a data set is divided into, in an image folder as in a packed store, less a skip list.
+"""The parts that a data set is divided into, in an image folder as in shards or a packed store, less a skip list.
 
 root/train  root/val (or valid, validation)  root/test       parts train, val, test: those that are there
 root/<class>                                                 one part, all
+
+fasttrain/shards.py says the same of tar files.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from loguru import logger
 
-from fasttrain import folder, packed
+from fasttrain import folder, packed, shards
 from fasttrain.errors import UserError
 from fasttrain.folder import Listing, printable
 
@@ -20,21 +22,35 @@ VALIDATION = ("val", "valid", "validation")
 
 
 class Parts:
-    """What lies at `root`; an image folder's parts are scanned when they are asked for.
+    """What lies at `root`; the parts of an image folder or of shards are scanned when they are asked for.
+
+    Args:
+        root: data.path.
+        skip_list: a file that names images to leave out.
+        cache: data.root, a folder for what is kept of shards; None keeps nothing.
 
     Attributes:
         names: of the parts.
         store: the packed store, if it is one.
+        shards: the shards, if it is that.
+        folders: those of the parts, if it is an image folder.
 
     Raises:
-        UserError: a skip list or a store that can't be read.
+        UserError: a skip list, a store or shards that can't be read.
     """
 
-    def __init__(self, root: str | os.PathLike[str], skip_list: str | None = None) -> None:
-        self.root = Path(root)
-        self.store = packed.load(self.root) if packed.is_store(self.root) else None
-        self.folders: dict[str, Path] = {} if self.store else _folders(self.root)
-        self.names = tuple(self.store.listings if self.store else self.folders)
+    def __init__(
+        self, root: str | os.PathLike[str], skip_list: str | None = None, cache: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.root, self.store, self.shards = os.fspath(root), None, None
+        self.folders: dict[str, Path] = {}
+        if packed.is_store(root):
+            self.store = packed.load(root)
+        elif shards.is_shards(self.root):
+            self.shards = shards.Parts(self.root, None if cache is None else Path(cache) / "shards")
+        else:
+            self.folders = _folders(Path(root))
+        self.names = tuple(self.store.listings if self.store else self.shards.paths if self.shards else self.folders)
         self._skip = None if skip_list is None else read_skip_list(skip_list)
         if skip_list is not None:
             self._warn_of_unknown(skip_list)
@@ -45,7 +61,7 @@ class Parts:
         Raises:
             UserError: the folder holds no classes or images; or the skip list names all of them.
         """
-        found = self.store.listings[part] if self.store else folder.scan(self.folders[part])
+        found = self._listing(part)
         if not self._skip:
             return found
         before = self.before(part)
@@ -57,9 +73,14 @@ class Parts:
             logger.info("{}: {} images left out by the skip list ({})", where, count, part)
         return found.subset(np.array(kept))
 
+    def _listing(self, part: str) -> Listing:
+        if self.store:
+            return self.store.listings[part]
+        return self.shards.listing(part) if self.shards else folder.scan(self.folders[part])
+
     def before(self, part: str) -> bytes:
         """What stands in front of a name of this part's listing to make it a path below `root`."""
-        return b"" if self.store else _below(self.folders[part], self.root)
+        return _below(self.folders[part], Path(self.root)) if self.folders else b""
 
     @property
     def skipped(self) -> frozenset[bytes]:
@@ -69,9 +90,9 @@ class Parts:
     def _warn_of_unknown(self, skip_list: str) -> None:
         """One line for entries that name nothing: a list of another data set, or files that are gone."""
         assert self._skip is not None
-        if self.store:
-            known = {listing.name(i) for listing in self.store.listings.values() for i in range(len(listing))}
-            unknown = self._skip - known
+        if not self.folders:
+            listings = map(self._listing, self.names)
+            unknown = self._skip - {listing.name(i) for listing in listings for i in range(len(listing))}
         else:
             top = os.fsencode(self.root)
             unknown = {name for name in self._skip if not os.path.lexists(os.path.join(top, name))}

@@ -72,7 +72,6 @@ class Run:
         if self.is_main:
             (self.dir / "config.yaml").write_text(to_yaml(self.settings))
             facts.write(self.dir / facts.FILE, self.id, self.home, self.device, self.world, self.started, self.began)
-            (self.dir / MARKER).unlink(missing_ok=True)  # it goes on
         self.stop.give_up = self._give_up
         self.stop.begin(self.rank, self.world, self.token)
 
@@ -289,6 +288,7 @@ def _claim(
     if checkpoint is not None and Path(checkpoint).is_dir():
         expected = f"a checkpoint; this is a folder, try resume={Path(checkpoint) / LAST}"
         raise SettingsError("resume", checkpoint, expected)
+    (path / MARKER).unlink(missing_ok=True)  # it goes on
     token = uuid.uuid4().hex
     started, name = facts.first_start(first) if first.exists() and checkpoint else (began, token)
     return str(path), checkpoint, started, name, token

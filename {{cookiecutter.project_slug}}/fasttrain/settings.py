@@ -50,14 +50,15 @@ def value(
     return dataclasses.field(metadata=limits)
 
 
-def location(must_exist: bool = False, or_name: tuple[str, ...] = ()) -> Any:
+def location(must_exist: bool = False, or_name: tuple[str, ...] = (), or_pattern: bool = False) -> Any:
     """A setting that holds a path; its value becomes absolute.
 
     Args:
         must_exist: refuse a path where there is no file or folder.
         or_name: words that are allowed instead of a path, and stay as they are.
+        or_pattern: http(s) URLs, which stay as they are, and patterns that name several tar files, need not exist.
     """
-    return dataclasses.field(metadata={"must_exist": must_exist, "or_name": or_name})
+    return dataclasses.field(metadata={"must_exist": must_exist, "or_name": or_name, "or_pattern": or_pattern})
 
 
 def load(schema: type[T], source: Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[T, dict[str, Any]]:

@@ -29,7 +29,9 @@ from fasttrain.errors import UserError
 SPARE = 2  # slots a worker has besides those that it fills ahead
 _ALIGNED = 64  # bytes; each field of a slot begins on a cache line
 
-Row = tuple[np.ndarray, ...]  # the places of one sample, a number's being 0-d
+
+class Misfit(UserError):
+    """A sample of another shape or type than the first one."""
 
 
 class Field(NamedTuple):
@@ -40,6 +42,13 @@ class Field(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}" if self.shape else str(self.dtype)
+
+
+_NUMBERS = {
+    bool: Field((), np.dtype(np.bool_)),
+    int: Field((), np.dtype(np.int64)),
+    float: Field((), np.dtype(np.float64)),
+}
 
 
 def field_of(value: Any) -> Field | None:
@@ -57,9 +66,9 @@ def field_of(value: Any) -> Field | None:
         except (TypeError, ValueError):  # text, objects, foreign byte order
             return None
         return Field(value.shape, value.dtype)
-    for kind, dtype in ((bool, np.bool_), (int, np.int64), (float, np.float64)):
+    for kind, field in _NUMBERS.items():
         if isinstance(value, kind):
-            return Field((), np.dtype(dtype))
+            return field
     return None
 
 
@@ -219,36 +228,32 @@ class Slot:
     def __init__(self, number: int, fields: tuple[Field, ...], arrays: list[np.ndarray]) -> None:
         self.number, self.fields, self.arrays = number, fields, arrays
         self.count = 0
-        self._row: Row = ()  # the places of the next sample
-
-    def read(self, dataset: Any, index: int) -> Any:
-        """A sample; a data set that has `get_into` may make it in its place in the slot."""
-        get_into = getattr(dataset, "get_into", None)
-        if get_into is None:
-            return dataset[index]
-        self._row = tuple(array[self.count, ...] for array in self.arrays)
-        return get_into(index, self._row)
 
     def put(self, sample: Any, index: int) -> None:
-        """Take in the sample: what doesn't lie in its place yet is copied there.
+        """Take in the sample: what is yet to be made (`worker.Later`) is made in its place, the rest is copied.
 
         Raises:
-            UserError: it has another shape or type than the first sample, which decided what a slot is.
+            Misfit: it has another shape or type than the first sample, which decided what a slot is.
+            UserError: an item can't be made.
         """
         if not isinstance(sample, (tuple, list)) or len(sample) != len(self.fields):
             found = f"{len(sample)} items" if isinstance(sample, (tuple, list)) else f"a {type(sample).__name__}"
-            raise UserError(f"sample {index} is {found}; the first sample was a tuple of {len(self.fields)} items")
-        row = self._row or (None,) * len(self.fields)
-        for place, (value, out, array, field) in enumerate(zip(sample, row, self.arrays, self.fields, strict=True)):
-            if out is not None and value is out:
-                continue
-            own = Field(value.shape, value.dtype) if type(value) is np.ndarray else field_of(value)
-            if own != field and not _fits(own, field):
-                raise UserError(
+            raise Misfit(f"sample {index} is {found}; the first sample was a tuple of {len(self.fields)} items")
+        for place, (value, array, field) in enumerate(zip(sample, self.arrays, self.fields, strict=True)):
+            write = getattr(value, "write", None)
+            if write is not None or type(value) is np.ndarray:
+                own: Field | None = Field(value.shape, value.dtype)
+            else:
+                own = _NUMBERS.get(type(value)) or field_of(value)
+            if own != field and (write is not None or not _fits(own, field)):
+                raise Misfit(
                     f"sample {index}: item {place} is {own or type(value).__name__}, but the first sample's is "
                     f"{field}: in data.py crop or pad all samples to one shape, and give them one type"
                 )
-            array[self.count] = value
+            if write is None:
+                array[self.count] = value
+            else:
+                write(array[self.count])
         self.count += 1
 
 

@@ -122,12 +122,8 @@ class Stop:
 
     def tell(self, text: str) -> None:
         """From rank 0, in any thread: a line for every rank's log, which has it within a second."""
-        if self._store is not None:
-            self._told += 1
-            try:
-                self._store.set(f"told{self._told}", text)
-            except RuntimeError as error:  # the launcher is gone, and soon so are the ranks
-                logger.debug(f"not told to the other ranks: {error}")
+        self._told += 1
+        self._put(f"told{self._told}", text)
 
     def abort(self, text: str) -> None:
         """From another thread: nothing is left to agree on or to save. The loop raises this at its next point."""
@@ -136,8 +132,8 @@ class Stop:
     def over(self) -> None:
         """The training is done: a stop changes nothing any more, and no other rank need wait for this one."""
         self._over = True
-        if self._store is not None and self.asked is None:
-            self._store.set(f"at{self.rank}", str(self.passed + 1))
+        if self.asked is None:
+            self._put(f"at{self.rank}", str(self.passed + 1))
 
     def close(self) -> None:
         """Stop listening and give the signals back."""
@@ -145,6 +141,7 @@ class Stop:
         if not self._before:
             return
         if self._thread.is_alive():
+            self._there.send(b"\0")  # no signal: it is waiting for one
             self._thread.join()
         signal.set_wakeup_fd(-1)
         if HELD_BACK and hasattr(signal, "sigtimedwait"):
@@ -168,6 +165,13 @@ class Stop:
             raise KeyboardInterrupt
         raise Stopped(number)
 
+    def _put(self, key: str, value: str) -> None:
+        if self._store is not None:
+            try:
+                self._store.set(key, value)
+            except RuntimeError as error:  # the launcher is gone, and soon so are the ranks
+                logger.debug(f"{key} can't be told to the other ranks: {error}")
+
     def _end_point(self) -> int:
         while self._until is None:
             if self._lost is not None:
@@ -179,8 +183,7 @@ class Stop:
         assert self.asked is not None
         if self.rank == 0:
             self.save()
-            if self._store is not None:
-                self._store.set("saved", "1")
+            self._put("saved", "1")
         else:  # the launcher ends all ranks soon after the first that is gone
             while self._lost is None and not self._store.check(["saved"]):
                 time.sleep(0.05)

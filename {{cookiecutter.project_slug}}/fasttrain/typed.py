@@ -66,6 +66,7 @@ class Setting:
         elif self.is_path:
             names = limits["or_name"]
             words = "an existing file or folder" if limits["must_exist"] else "a path"
+            words += ", a pattern of tar files, an http(s) URL" if limits.get("or_pattern") else ""
             words += f", or {'one of ' * (len(names) > 1)}{', '.join(names)}" if names else ""
         elif self.many:
             length = "" if limits.get("length") is None else f"{limits['length']} "
@@ -185,12 +186,15 @@ class Setting:
 
     def _located(self, text: str, base: str) -> str:
         """The absolute path, or the name where it is one of `or_name`."""
-        if text in self.limits["or_name"]:
+        pattern = bool(self.limits.get("or_pattern"))
+        if text in self.limits["or_name"] or (pattern and text.lower().startswith(("http://", "https://"))):
             return text
         try:
             full = os.path.abspath(os.path.join(base, os.path.expanduser(text)))
         except OSError as error:  # the current directory was removed
             raise ValueError(f"; the current directory can't be read: {error.strerror}") from None
+        if pattern and ".tar" in text and re.search(r"[*?\[{]", text):
+            return full
         if self.limits["must_exist"] and not os.path.exists(full):
             raise ValueError(f"; there is no {full}")
         return full

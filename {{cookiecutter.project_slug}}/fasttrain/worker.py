@@ -10,9 +10,11 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
@@ -21,24 +23,39 @@ from fasttrain.effort import Meter, UsageClock
 from fasttrain.errors import UserError
 from fasttrain.logs import WorkerLog
 from fasttrain.sampler import BatchKey
-from fasttrain.slots import Slot, Slots
+from fasttrain.slots import Misfit, Slot, Slots
 from fasttrain.transfer import Bad, Batch
 from fasttrain.watchdog import die_with_parent
 
 VALIDATION_EPOCH = (1 << 40) - 1  # validation draws, should there be any, are the same each time
 TRIES = 20  # samples drawn in the place of a bad one
+AHEAD = 16  # samples that are drawn and read before the first of them is made; their files lie in memory meanwhile
 
 
 class MapDataset(Protocol):
     """A data set with a length and an index: what `Feed` takes.
 
-    It may also have ``get_into(index, out)``. `out` is a tuple of arrays, the places in the batch of the items of this
-    sample. An item that it has written there it returns as that same array; the other items are copied.
+    It may also have ``unfinished(index)``: the same sample, all its draws made, in which an item may be `Later`. And it
+    may have ``prefetch(indices)``, which is told what a batch will ask for.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Later(Protocol):
+    """An item of a sample that is made once its place in the batch is known, such as `images.Crop`.
+
+    Attributes:
+        shape, dtype: of the array that it will be.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def write(self, out: np.ndarray) -> None:
+        """Make it in `out`. Raises: UserError: it can't be made."""
 
 
 class Failed(NamedTuple):
@@ -53,9 +70,6 @@ class Stack:
 
     def __init__(self) -> None:
         self.samples: list[Any] = []
-
-    def read(self, dataset: Any, index: int) -> Any:
-        return dataset[index]
 
     def put(self, sample: Any, index: int) -> None:
         self.samples.append(sample)
@@ -91,26 +105,26 @@ class Samples(Dataset[Any]):
         meter = Meter(alone=worker is not None)
         into = Stack() if self.slots is None else self.slots.next(worker or 0)
         epoch = key.epoch if self.training else VALIDATION_EPOCH
-        start = seeding.mix(self.seed, seeding.SAMPLE, epoch)
         used: list[int] = []
         bad: list[Bad] = []
+        if (prefetch := getattr(self.dataset, "prefetch", None)) is not None:
+            prefetch(key.indices)
         try:
-            for index in key.indices:
-                seeding.seed_all(index, start=start)
-                began = time.perf_counter()
+            for index, sample in self._drawn(into, epoch, key.indices, meter):
                 try:
-                    sample = into.read(self.dataset, index)
+                    if isinstance(sample, UserError):
+                        raise sample
+                    into.put(sample, index)
+                    used.append(index)
+                except Misfit:
+                    raise
                 except UserError as error:
                     if self.on_error == "fail":
                         error.args = (f"{error}; data.on_error=skip goes on without such samples",)
                         raise
                     bad.append(Bad(index, str(error)))
-                    if not self.training:
-                        continue
-                    index, sample = self._another(into, epoch, index)
-                meter.sample(time.perf_counter() - began)
-                into.put(sample, index)
-                used.append(index)
+                    if self.training:
+                        used.append(self._another(into, epoch, index))
         except UserError as error:
             return Failed(str(error), error.exit_code)
         seeding.seed_all(self.seed, seeding.BATCH, epoch, self.rank, key.number)  # for whatever else draws in here
@@ -123,17 +137,52 @@ class Samples(Dataset[Any]):
         made.slot, made.bad, made.effort, made.usage = slot, bad, effort, usage
         return made
 
-    def _another(self, into: Slot | Stack, epoch: int, index: int) -> tuple[int, Any]:
-        """A sample in the place of a bad one: the same whichever process meets it."""
+    def _drawn(self, into: Slot | Stack, epoch: int, indices: list[int], meter: Meter) -> Iterator[tuple[int, Any]]:
+        """The samples, each with its draws seeded, or the `UserError` that came instead of one.
+
+        Those of a data set that leaves work for later come `AHEAD` at a time, see `images.Crop`; what is done with them
+        until the next is asked for is then a part of making them.
+        """
+        start = seeding.mix(self.seed, seeding.SAMPLE, epoch)
+        read, ahead = _reader(self.dataset, into)
+        for first in range(0, len(indices), ahead):
+            drawn: list[tuple[int, Any, float]] = []
+            for index in indices[first : first + ahead]:
+                seeding.seed_all(index, start=start)
+                began = time.perf_counter()
+                try:
+                    sample = read(index)
+                except UserError as error:
+                    sample = error
+                drawn.append((index, sample, time.perf_counter() - began))
+            for index, sample, seconds in drawn:
+                began = time.perf_counter()
+                yield index, sample
+                meter.sample(seconds + (time.perf_counter() - began if ahead > 1 else 0.0))
+
+    def _another(self, into: Slot | Stack, epoch: int, index: int) -> int:
+        """Put a sample in the place of a bad one, the same whichever process meets it; returns its index."""
+        read, _ = _reader(self.dataset, into)
         for attempt in range(TRIES):
             value = seeding.mix(self.seed, seeding.REPLACEMENT, epoch, index, attempt)
             other = value % len(self.dataset)
             seeding.seed_all(value)
             try:
-                return other, into.read(self.dataset, other)
+                into.put(read(other), other)
+                return other
+            except Misfit:
+                raise
             except UserError as error:  # named when its own turn comes
                 last = error
         raise UserError(f"{last}; {TRIES} samples drawn one after another can't be read either: check data.path")
+
+
+def _reader(dataset: MapDataset, into: Slot | Stack) -> tuple[Callable[[int], Any], int]:
+    """What makes a sample, and how many to draw ahead: a slot takes unfinished samples, default_collate doesn't."""
+    unfinished = getattr(dataset, "unfinished", None)
+    if unfinished is None or isinstance(into, Stack):
+        return dataset.__getitem__, 1
+    return unfinished, AHEAD
 
 
 def as_it_is(batch: Any) -> Any:

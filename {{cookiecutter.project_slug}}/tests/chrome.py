@@ -17,6 +17,13 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 PATIENCE = 60.0  # seconds for an answer: a hang becomes a failure
 
 
+BETWEEN = -32000  # the code of the answer that a page gave way to another
+
+
+class BetweenPages(Exception):
+    """There is no page at the moment."""
+
+
 def found() -> str | None:
     """The browser's path, if this machine has one."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -64,6 +71,8 @@ class Chrome:
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while (answer := self._read()).get("id") != self._number:
             self._note(answer)
+        if answer.get("error", {}).get("code") == BETWEEN:
+            raise BetweenPages(answer["error"]["message"])
         assert "error" not in answer, answer
         return answer["result"]
 
@@ -94,10 +103,16 @@ class Chrome:
     def until(self, true: Any) -> None:
         """Wait until it is so, or what the page says in answer to a script is."""
         end = time.monotonic() + PATIENCE
-        while not (self.run(true) if isinstance(true, str) else true()):
+        while not self._is(true):
             assert time.monotonic() < end, true
             self.ask("Browser.getVersion")
             time.sleep(0.05)
+
+    def _is(self, true: Any) -> bool:
+        try:
+            return bool(self.run(true) if isinstance(true, str) else true())
+        except BetweenPages:
+            return False
 
     def screenshot(self, path: Path) -> None:
         """The whole page, as far down as it goes."""

@@ -90,7 +90,7 @@ def test_huge_images_are_odd(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unreadable_file_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "a/1.png")
     (tmp_path / "a/2.png").symlink_to(tmp_path / "a/1.png")
-    checker = check_image.Checker([folder.scan(tmp_path)], None)
+    checker = check_image.Checker([folder.scan(tmp_path)])
     (tmp_path / "a/1.png").unlink()
     assert [f.broken for f in checker([0, 1])] == ["can't be read (No such file or directory)"] * 2
 

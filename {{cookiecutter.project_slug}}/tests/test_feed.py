@@ -209,3 +209,13 @@ def test_breaking_out_of_the_loop_loses_no_batch_though_copies_run_ahead(monkeyp
     first = next(feed.train(0))
     rest = list(feed.train(0, first.end))
     assert sorted(i for b in (first, *rest) for i in b.indices) == list(range(22))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_profiler_span_is_paid_for_each_batch(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be a third of the wait for a batch that lies ready."""
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", lambda name: pytest.fail("a span was opened"))
+    feed = make(workers=workers)
+    assert sum(batch.size for batch in feed.train(0)) > 0
+    assert sum(batch.size for batch in feed.validation()) > 0
+    feed.close()

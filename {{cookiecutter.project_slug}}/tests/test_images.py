@@ -181,18 +181,21 @@ def test_pixels_stay_close_to_an_antialiased_resize_of_the_whole_image(sides: tu
     side = min(sides)
     left, top = (sides[1] - side) // 2, (sides[0] - side) // 2
     reference = whole.resize((112, 112), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
-    assert difference(images.center(Picture(data, "x"), 112), reference) < 3
+    assert difference(images.center(Picture(data, "x"), 112).pixels(), reference) < 3
     for seed in range(20):
         top, left, height, width = images.random_box(*sides, (0.3, 1.0), rng=random.Random(seed))
         reference = whole.resize((112, 112), Image.Resampling.BILINEAR, box=(left, top, left + width, top + height))
-        found = images.random_resized_crop(Picture(data, "x"), 112, (0.3, 1.0), rng=random.Random(seed))
+        found = images.random_resized_crop(Picture(data, "x"), 112, (0.3, 1.0), rng=random.Random(seed)).pixels()
         assert difference(found, reference) < 5
 
 
 def test_fine_detail_does_not_alias_when_it_is_shrunk_a_lot() -> None:
     lines = np.zeros((400, 400, 3), np.uint8)
     lines[:, ::4] = lines[:, 1::4] = 255  # would turn into wide bands
-    assert np.ptp(images.center(Picture(saved(Image.fromarray(lines), "PNG"), "x"), 30)[:, 2:-2].astype(int)) < 100
+    assert (
+        np.ptp(images.center(Picture(saved(Image.fromarray(lines), "PNG"), "x"), 30).pixels()[:, 2:-2].astype(int))
+        < 100
+    )
 
 
 def test_random_crops_are_distributed_as_torchvisions() -> None:
@@ -213,10 +216,10 @@ def test_random_crops_are_distributed_as_torchvisions() -> None:
 def test_tiny_and_narrow_images_are_cropped_too(sides: tuple[int, int]) -> None:
     data = saved(Image.new("RGB", sides[::-1], (9, 99, 200)), "JPEG")
     for seed in range(30):
-        found = images.random_resized_crop(Picture(data, "x"), 16, (0.08, 1.0), rng=random.Random(seed))
+        found = images.random_resized_crop(Picture(data, "x"), 16, (0.08, 1.0), rng=random.Random(seed)).pixels()
         assert found.shape == (16, 16, 3)
         assert difference(found, np.full((16, 16, 3), (9, 99, 200))) < 3
-    assert images.center(Picture(data, "x"), 16).shape == (16, 16, 3)
+    assert images.center(Picture(data, "x"), 16).pixels().shape == (16, 16, 3)
 
 
 def test_flip_mirrors_left_and_right() -> None:
@@ -227,7 +230,8 @@ def test_flip_mirrors_left_and_right() -> None:
 def test_pixels_in_memory_are_a_picture_too() -> None:
     assert (
         difference(
-            images.center(Picture.of(np.asarray(GRAY)[:100, :100]), 100), GRAY.convert("RGB").crop((0, 0, 100, 100))
+            images.center(Picture.of(np.asarray(GRAY)[:100, :100]), 100).pixels(),
+            GRAY.convert("RGB").crop((0, 0, 100, 100)),
         )
         == 0
     )

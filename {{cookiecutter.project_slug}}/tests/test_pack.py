@@ -21,7 +21,7 @@ from PIL import Image
 from fasttrain import packed
 from fasttrain.errors import UserError
 from fasttrain.tools import pack, pack_store, project
-from fasttrain.tools.pack_source import Form, Packer, from_folder
+from fasttrain.tools.pack_source import Form, Packer, from_parts
 
 # A pack that commits after each image and takes its time, so that a kill lands in the middle.
 SLOW = """
@@ -97,7 +97,7 @@ def test_a_stopped_pack_goes_on(tmp_path: Path, way: signal.Signals, capsys: pyt
 
 def plan(source: Path) -> dict[str, Any]:
     form = Form("raw", 256, False, 95)
-    return {"source": str(source), "form": vars(form), "fingerprint": from_folder(source, None).fingerprint()}
+    return {"source": str(source), "form": vars(form), "fingerprint": from_parts(source, None).fingerprint()}
 
 
 def test_what_is_packed_is_not_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_what_comes_out_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     real = pack_store.Writer.add
 
     def other_pixels(self: pack_store.Writer, first: int, names: Any, made: Any) -> None:
-        real(self, first, names, [(value[:-1] + b"\x01", label, why) for value, label, why in made])
+        real(self, first, names, [each._replace(value=each.value[:-1] + b"\x01") for each in made])
 
     monkeypatch.setattr(pack_store.Writer, "add", other_pixels)
     with pytest.raises(UserError, match="is not what the source gives now"):

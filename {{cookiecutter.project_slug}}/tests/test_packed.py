@@ -115,7 +115,7 @@ def test_raw_pixels_are_not_copied(store: Path) -> None:
     pixels = picture.pixels()
     assert not pixels.flags.owndata
     assert not pixels.flags.writeable
-    assert images.center(picture, 24).shape == (24, 24, 3)
+    assert images.center(picture, 24).pixels().shape == (24, 24, 3)
 
 
 def test_training_takes_a_store_like_its_folder(store: Path, images: Path) -> None:

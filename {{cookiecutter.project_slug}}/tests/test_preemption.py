@@ -15,14 +15,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import QUICK, TIME_LIMIT, Finished, Train
+import yaml
+from conftest import HOME, QUICK, TIME_LIMIT, Finished, Train, copy_project
 
 from fasttrain import checkpoint
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=0")
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 # Three epochs of 11 steps of 6 images. A little time for each step, so that signals find a training under way.
-SETTINGS = (*QUICK, "amp=off", "train.epochs=3", "checkpoint.every_steps=2", "data.batch_size=3")
+SETTINGS = (*QUICK, "run.threads=1", "amp=off", "train.epochs=3", "checkpoint.every_steps=2", "data.batch_size=3")
 SLOW = """
 import time
 
@@ -43,8 +44,6 @@ def equal(one: Finished, other: Finished) -> None:
 @pytest.fixture(scope="module")
 def slow_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project whose steps take as long as STEP_TAKES says."""
-    from conftest import copy_project
-
     home = copy_project(tmp_path_factory.mktemp("slow"))
     with (home / "model.py").open("a") as file:
         file.write(SLOW)
@@ -223,7 +222,7 @@ def test_resumed_with_another_number_of_processes_each_sample_comes_once(
 ) -> None:
     """One process, two, one again, with the same global batch of 6: 64 samples an epoch."""
     home, seen = changed_project("data.py", LOGS_SAMPLES), tmp_path / "seen"
-    plain = ("model.name=stand_in", "model.stand_in_ms=0", "amp=off", "train.epochs=2", "resume=auto")
+    plain = ("run.threads=1", "model.name=stand_in", "model.stand_in_ms=0", "amp=off", "train.epochs=2", "resume=auto")
     for processes, steps in ((1, 4), (2, 15), (1, 22)):
         settings = (*plain, f"data.batch_size={6 // processes}", f"train.max_steps={steps}")
         run = train("run", *settings, processes=processes, home=home, SEEN=str(seen))
@@ -233,3 +232,56 @@ def test_resumed_with_another_number_of_processes_each_sample_comes_once(
     assert len(samples) == 128
     for epoch in (samples[:64], samples[64:]):  # without workers nothing is read ahead
         assert sorted(epoch) == list(range(64))
+
+
+# Stands for torchrun, srun and scontrol: leaves the marker where it is to have been preempted, writes what was asked.
+STAND_IN = """#!/bin/sh
+case "$0" in
+    *scontrol) [ "$1" = show ] && echo node1 || echo "$*" >> "$ASKED" ;;
+    *) [ "$OUTCOME" = preempted ] && touch "$run/preempted"
+       [ "$OUTCOME" = good ] ;;
+esac
+"""
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the launchers are stand-ins."""
+    for name in ("torchrun", "srun", "scontrol"):
+        path = tmp_path / name
+        path.write_text(STAND_IN)
+        path.chmod(0o755)
+    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ASKED": str(tmp_path / "asked")}
+
+
+OUTCOMES = pytest.mark.parametrize(("outcome", "again"), [("good", False), ("bad", False), ("preempted", True)])
+
+
+@OUTCOMES
+def test_under_slurm_what_was_preempted_is_queued_again(
+    tmp_path: Path, stand_ins: dict[str, str], outcome: str, again: bool
+) -> None:
+    run = tmp_path / "runs" / "slurm-7"
+    run.mkdir(parents=True)
+    (run / "preempted").touch()  # of the time before
+    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_NNODES": "1"}
+    environment = {**stand_ins, **slurm, "SLURM_CPUS_PER_TASK": "1", "OUTCOME": outcome, "run": str(run)}
+    done = subprocess.run(["bash", HOME / "launch" / "slurm.sbatch"], env=environment, check=False)
+    assert (done.returncode == 0) == (outcome == "good")
+    assert lines(tmp_path / "asked") == ["requeue 7"] * again
+
+
+@OUTCOMES
+def test_on_kubernetes_what_was_preempted_has_an_exit_code_of_its_own(
+    tmp_path: Path, stand_ins: dict[str, str], outcome: str, again: bool
+) -> None:
+    job = list(yaml.safe_load_all((HOME / "launch" / "kubernetes.yaml").read_text()))[1]["spec"]
+    command = job["template"]["spec"]["containers"][0]["command"]
+    command = [part.replace("/data/runs/first", str(tmp_path)) for part in command]
+    (tmp_path / "preempted").touch()  # of the time before
+    done = subprocess.run(command, env={**stand_ins, "OUTCOME": outcome, "run": str(tmp_path)}, check=False)
+    assert done.returncode == {"good": 0, "bad": 1, "preempted": 75}[outcome]
+    ignored = [
+        value for rule in job["podFailurePolicy"]["rules"] for value in rule.get("onExitCodes", {}).get("values", [])
+    ]
+    assert (done.returncode in ignored) == again

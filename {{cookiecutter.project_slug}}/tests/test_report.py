@@ -21,7 +21,7 @@ from conftest import HOME
 from fasttrain import history
 from fasttrain.errors import UserError
 from fasttrain.judge import Finding, Verdict
-from fasttrain.tools import report, report_data
+from fasttrain.tools import markup, report, report_data
 from fasttrain.tools.report_serve import Server
 
 PHASES = {"wait": 0.03, "copy": 0.0, "forward": 0.05, "backward": 0.03, "optimizer": 0.01, "other": 0.01}
@@ -74,6 +74,7 @@ def make(path: Path, batches: int = 60, ranks: int = 2, workers: int = 2) -> Pat
     put(path / "events0.jsonl", [*gauges, *metrics, event("pause", name="validation", seconds=1.5)])
     (path / "config.yaml").write_text(f"seed: 0\ndata: {{workers: {workers}, path: x}}\nrun: {{dir: {path.name}}}\n")
     (path / "run.json").write_text(json.dumps({"world_size": ranks, "device": "a device", "started": 1.7e9}))
+    (path / "profile0.txt").write_text("aten::add 12.5%\n")
     (path / "rank0.log").write_text("2026-01-01 00:00:00.000 WARNING  rank 0 | disk is slow\n")
     return path
 
@@ -107,7 +108,16 @@ def test_one_page_tells_all_of_a_run_and_fetches_nothing(tmp_path: Path, verdict
     assert report.main([str(run)]) == 0
     text = (run / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    for words in ("few workers", "data.workers: 2 -> 6", "42%", "90% sure", "disk is slow", "a device", "rank 1"):
+    for words in (
+        "few workers",
+        "data.workers: 2 -> 6",
+        "42%",
+        "90% sure",
+        "disk is slow",
+        "a device",
+        "aten::add",
+        "rank 1",
+    ):
         assert words in page.words, words
     titles = ("Time of a batch", "Throughput", "Loss", "accuracy", "Learning rate", "CPU", "Memory", "GPU utilisation")
     for title in titles:
@@ -152,6 +162,12 @@ def test_nothing_in_a_run_gets_out_of_its_place(tmp_path: Path, verdict: None) -
             chrome.open(f"file://{tmp_path}/page.html")
             assert chrome.run("typeof window.harm + document.images.length") == "undefined0"
             assert chrome.complaints == []
+
+
+def test_values_for_the_script_are_read_back_and_end_nothing() -> None:
+    block = str(markup.data({EVIL: [1.5, None]}, class_="values"))
+    assert block.count("</") == 1
+    assert json.loads(block.split(">", 1)[1].rsplit("<", 1)[0]) == {EVIL: [1.5, None]}
 
 
 def test_torn_empty_foreign_and_absurd_runs_give_a_page(tmp_path: Path) -> None:
@@ -284,13 +300,15 @@ def test_the_page_is_used_by_keyboard(tmp_path: Path, chrome: Chrome) -> None:
     else:
         pytest.fail("the loss chart is not reached")
     assert chrome.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    value = "document.querySelector('#loss output').textContent"
+    value = "document.querySelector('#loss .value').textContent"
     last = chrome.run(value)
     chrome.press("Home", 36)
     first = chrome.run(value)
     chrome.press("End", 35)
     assert float(first) > float(chrome.run(value)) == float(last)
     assert chrome.run("document.querySelector('#speed .cursor').hidden") is False  # the charts share one cursor
+    spoken = chrome.run("document.querySelector('[role=status]').textContent")
+    assert spoken.startswith(chrome.run("document.querySelector('#loss .when').textContent") + ": training ")
     chrome.press("Escape", 27)
     assert chrome.run("document.querySelector('#speed .cursor').hidden") is True
 

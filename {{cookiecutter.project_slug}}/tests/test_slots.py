@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from test_feed import Draws, data, seen
 from torch.utils.data import Dataset
 
 from fasttrain import feed as feeding
-from fasttrain import host, slots
+from fasttrain import host, seeding, slots
 from fasttrain.errors import UserError
 from fasttrain.feed import Feed
 from fasttrain.sampler import ValidationBatches
@@ -50,17 +51,34 @@ class Odd(Stamped):
         return np.zeros((3, 8 if index != 21 else 7), np.uint8), index
 
 
-class InPlace(Stamped):
-    """Writes the array where it belongs, and leaves the number to be copied."""
+class Made:
+    """An array that is made once its place is known."""
 
-    def __init__(self) -> None:
+    dtype = np.dtype(np.int64)
+
+    def __init__(self, index: int, made: list[tuple[int, int]], size: int = 300) -> None:
+        self.index, self.made, self.shape = index, made, (size,)
+
+    def write(self, out: np.ndarray) -> None:
+        if self.index == 3:
+            raise UserError("sample 3 can't be made")
+        out[...] = self.index + 1000
+        self.made.append((self.index, out.ctypes.data))
+
+
+class Unfinished(Stamped):
+    """Leaves the array to be made in its place, and the number to be copied."""
+
+    def __init__(self, other: int = -1) -> None:
         super().__init__()
-        self.places: list[int] = []
+        self.made: list[tuple[int, int]] = []
+        self.drawn: list[float] = []
+        self.other = other  # a sample of another size
 
-    def get_into(self, index: int, out: tuple[np.ndarray, ...]) -> Any:
-        out[0][...] = index + 1000
-        self.places.append(out[0].ctypes.data)
-        return out[0], index
+    def unfinished(self, index: int) -> Any:
+        self.drawn.append(random.random())
+        self.made.append((-1, 0))
+        return Made(index, self.made, 200 if index == self.other else 300), index
 
 
 class Opening(Stamped):
@@ -192,7 +210,7 @@ def test_types_are_those_of_default_collate() -> None:
     holder = Slots(fields, 2, 0, 0)
     slot = holder.next(0)
     for index in range(2):
-        slot.put(slot.read([sample, sample], index), index)
+        slot.put(sample, index)
     for mine, usual in zip(holder.tensors(0, 0, 2), torch.utils.data.default_collate([sample, sample]), strict=True):
         assert mine.dtype == usual.dtype
         assert torch.equal(mine, usual)
@@ -215,11 +233,33 @@ def test_nothing_is_bent_into_a_number(value: Any) -> None:
         slot.put((value,), 7)
 
 
-def test_a_data_set_may_write_into_the_slot() -> None:
-    dataset = InPlace()
-    (batch,) = make(dataset, workers=0).train(0, limit=1)
-    assert (batch.tensors[0][:, 0] - 1000).tolist() == batch.tensors[1].tolist() == batch.indices
-    assert dataset.places == [row.data_ptr() for row in batch.tensors[0]]
+def test_what_a_sample_leaves_unfinished_is_made_in_its_place_after_others_are_drawn() -> None:
+    dataset = Unfinished()
+    feed = make(dataset, workers=0, batch_size=6, shuffle=False, on_error="skip")
+    first = next(feed.train(0))
+    images, labels = first.tensors
+    replaced = labels.tolist()[3]
+    assert labels.tolist() == [0, 1, 2, replaced, 4, 5]
+    assert images[:, 299].tolist() == [label + 1000 for label in labels.tolist()]
+    assert [bad.number for bad in first.bad] == [3]
+    steps = [index for index, _ in dataset.made]
+    assert steps[:6] == [-1] * 6  # all six are drawn before one is made
+    places = [place for index, place in dataset.made if index >= 0]
+    assert places == [images.data_ptr() + row * images[0].nbytes for row in range(6)]
+
+
+def test_an_unfinished_item_of_another_size_is_named_with_both() -> None:
+    feed = make(Unfinished(other=8), workers=0, on_error="skip")
+    with pytest.raises(UserError, match=r"sample 8: item 0 is int64 \[200\], but the first sample's is int64 \[300\]"):
+        list(feed.train(0))
+
+
+def test_draws_of_unfinished_samples_come_from_seed_epoch_and_index() -> None:
+    dataset = Unfinished()
+    list(make(dataset, workers=0, batch_size=20, on_error="skip").train(0))
+    for index in (0, 17, 59):
+        seeding.seed_all(5, seeding.SAMPLE, 0, index)
+        assert random.random() in dataset.drawn
 
 
 def test_more_than_is_free_is_said_before_the_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def bench(overrides: Sequence[str], seconds: float) -> dict[str, Any]:
         sets.train, sets.val, cfg.data, workers=workers, epochs=epochs, seed=cfg.seed, rank=0, world=1, device=device
     )
     batches = itertools.chain.from_iterable(feed.train(epoch) for epoch in range(epochs))
-    step = _step(cfg, model, data, device, len(sets.classes))
+    step = training_step(cfg, model, data, device, len(sets.classes))
 
     def fetch() -> int:
         batch = next(batches)
@@ -97,7 +97,7 @@ def bench(overrides: Sequence[str], seconds: float) -> dict[str, Any]:
     }
 
 
-def _step(cfg: Any, model: Any, data: Any, device: Any, classes: int) -> Callable[[Batch], int]:
+def training_step(cfg: Any, model: Any, data: Any, device: Any, classes: int) -> Callable[[Batch], int]:
     """One training step on a batch, as train.py does it."""
     prepare = data.Prepare(cfg.data, classes, device, cfg.train.mixup, cfg.train.cutmix)
     net = parallel.wrap(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fasttrain import folder, machine, settings
+from fasttrain import folder, machine, settings, shards
 from fasttrain.errors import UserError
 from fasttrain.folder import Listing, printable
 from fasttrain.parts import Parts, skip_list_line
@@ -71,17 +71,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
     options = parser.parse_intermixed_args(arguments)
     cfg, _ = settings.load(project.module("config").Config, project.HOME / "config.yaml", options.overrides)
-    root = Path(cfg.data.root) / "shapes" if cfg.data.path == "shapes" else Path(cfg.data.path)
-    if not root.is_absolute() or not root.is_dir():
-        raise UserError(
-            f"data.path={cfg.data.path}: nothing to check: not an image folder or packed store on this disk"
-        )
-    parts = Parts(root, cfg.data.skip_list)
+    root = str(Path(cfg.data.root) / "shapes") if cfg.data.path == "shapes" else cfg.data.path
+    if not os.path.isdir(root) and (not (os.path.isabs(root) or "://" in root) or not shards.is_shards(root)):
+        raise UserError(f"data.path={cfg.data.path}: nothing to check: not an image folder, tar shards or packed store")
+    parts = Parts(root, cfg.data.skip_list, cfg.data.root)
     report = check(parts, options.jobs or machine.cores(), cfg.data.start_method)
     if options.write_skip_list:
         write_skip_list(Path(options.write_skip_list), {*parts.skipped, *report.broken, *report.surplus})
     if options.json:
-        print(json.dumps({"path": str(root), **report.plain()}))
+        print(json.dumps({"path": root, **report.plain()}))
     else:
         sys.stdout.writelines(line + "\n" for line in lines(report))
     return 1 if report.problems else 0
@@ -108,7 +106,7 @@ def check(parts: Parts, jobs: int, method: str | None = None) -> Report:
     labels = [found.classes[found.label(i)] for found in listings.values() for i in range(len(found))]
     digests = bytearray()
     chunks = [list(range(at, min(at + TOGETHER, len(names)))) for at in range(0, len(names), TOGETHER)]
-    checker = Checker(list(listings.values()), parts.store.kind if parts.store else None)
+    checker = Checker(list(listings.values()))
     with Steps("checking", len(names)) as steps:
         for places, found in zip(chunks, ordered(checker, chunks, min(jobs, len(chunks)), method), strict=True):
             for place, finding in zip(places, found, strict=True):
@@ -123,7 +121,7 @@ def check(parts: Parts, jobs: int, method: str | None = None) -> Report:
         report.duplicates.append([names[place] for place in group])
         report.surplus += [names[place] for place in _surplus(group, labels, in_training)]
     report.classes += _mismatches(listings)
-    report.ignored = {} if parts.store else _ignored(parts)
+    report.ignored = _ignored(parts) if parts.folders else {}
     return report
 
 

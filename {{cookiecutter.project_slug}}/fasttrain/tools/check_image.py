@@ -32,16 +32,14 @@ class Finding:
 
 @dataclass
 class Checker:
-    """Checks images by their place in the row of all listings; runs in the worker processes.
-
-    Attributes:
-        kind: of the packed store that the listings come from, None for an image folder.
-    """
+    """Checks images by their place in the row of all listings; runs in the worker processes."""
 
     listings: list[Listing]
-    kind: str | None
 
     def __call__(self, places: Sequence[int]) -> list[Finding]:
+        (first, index), (last, end) = self.at(places[0]), self.at(places[-1])
+        if first is last:
+            first.prefetch(range(index, end + 1))
         return [self.one(place) for place in places]
 
     def at(self, place: int) -> tuple[Listing, int]:
@@ -53,15 +51,13 @@ class Checker:
 
     def one(self, place: int) -> Finding:
         listing, index = self.at(place)
-        if self.kind is not None:
-            return _stored(listing.root, self.kind, listing.name(index))
+        if isinstance(listing, packed.Stored):
+            return _stored(listing, index)
         path = listing.path(index)
         try:
-            with open(path, "rb") as file:
-                data = file.read()
-        except OSError as error:
-            return Finding(b"", f"can't be read ({error.strerror})")
-        return check(data, path)
+            return check(listing.content(index), path)
+        except ImageError as error:
+            return Finding(b"", _without(path, error))
 
 
 def check(data: bytes, path: str) -> Finding:
@@ -71,7 +67,7 @@ def check(data: bytes, path: str) -> Finding:
         picture = Picture(data, path)
         picture.pixels()
     except ImageError as error:
-        finding.broken = str(error).removeprefix(f"{printable(path)}: ")
+        finding.broken = _without(path, error)
         return finding
     finding.odd = [*_sizes(picture), *_by_pillow(data, path)]
     return finding
@@ -108,13 +104,19 @@ def _by_pillow(data: bytes, path: str) -> list[str]:
     return odd
 
 
-def _stored(root: str, kind: str, name: bytes) -> Finding:
-    value = packed.read_value(root, name)
-    finding = Finding(hashlib.blake2b(value or b"", digest_size=16).digest())
+def _stored(listing: packed.Stored, index: int) -> Finding:
+    finding = Finding(hashlib.blake2b(listing.content(index), digest_size=16).digest())
+    if listing.damaged(index):
+        finding.broken = "is damaged in the packed store (its checksum differs): pack it anew"
+        return finding
     try:
-        picture = packed.read_picture(root, kind, name)
+        picture = listing.picture(index)
         picture.pixels()
         finding.odd = _sizes(picture)
     except ImageError as error:
         finding.broken = str(error).split(": ", 1)[-1]
     return finding
+
+
+def _without(path: str, error: ImageError) -> str:
+    return str(error).removeprefix(f"{printable(path)}: ")

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fasttrain import images, machine, packed, settings
+from fasttrain import images, machine, packed, settings, shards
 from fasttrain.errors import UserError
 from fasttrain.folder import printable
 from fasttrain.images import Picture
 from fasttrain.tools import project
-from fasttrain.tools.pack_source import Form, Packer, Source, from_data, from_folder
-from fasttrain.tools.pack_store import Writer
+from fasttrain.tools.pack_source import Form, Packer, Source, from_data, from_parts
+from fasttrain.tools.pack_store import Writer, short
 from fasttrain.tools.work import Steps, ordered
 
 TOGETHER = 16  # images that go to a worker process at once
@@ -41,10 +41,11 @@ def main(arguments: Sequence[str]) -> int:
     form = Form(options.format, options.size, options.square, options.quality)
     root, out = Path(cfg.data.path), Path(options.out).absolute()
     is_folder = root.is_absolute() and root.is_dir()  # a data set known by name is not absolute
+    is_known = is_folder or (cfg.data.path not in project.module("data").IN_MEMORY and shards.is_shards(cfg.data.path))
     if is_folder and (out == root or root in out.parents):
         raise UserError(f"{printable(out)}: lies in the source, {printable(root)}; name a folder outside of it")
-    if is_folder and not options.dataset:
-        source = from_folder(root, cfg.data.skip_list)
+    if is_known and not options.dataset:
+        source = from_parts(cfg.data.path, cfg.data.skip_list, cfg.data.root)
     else:
         source, whole = from_data(cfg.data, cfg.seed)
         if not whole:
@@ -75,7 +76,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fasttrain pack", description="Decode and shrink a data set once, into one LMDB file."
     )
-    parser.add_argument("source", help="an image folder, or whatever data.path may be")
+    parser.add_argument("source", help="an image folder, tar shards, or whatever data.path may be")
     parser.add_argument("out", help="folder of the store; one that was stopped half-way is gone on with")
     parser.add_argument(
         "--format", choices=("raw", "jpeg"), default="raw", help="raw pixels (fastest) or JPEG (smaller)"
@@ -103,7 +104,7 @@ def predict(source: Source, form: Form, out: Path, done: int) -> None:
     before: list[float] = []
     after: list[float] = []
     for place in random.Random(0).sample(range(len(source)), min(SAMPLE, len(source))):
-        value = packer.one(place)[0]
+        value = packer.one(place).value
         if value is not None:  # else it is told when its turn comes
             sizes.append(len(value))
             before.append(_seconds(partial(_original, source, place), form.size))
@@ -126,7 +127,7 @@ def predict(source: Source, form: Form, out: Path, done: int) -> None:
 def _seconds(picture: Callable[[], Picture], size: int) -> float:
     """What one training sample costs: reading, random crop, resize."""
     began = time.perf_counter()
-    images.random_resized_crop(picture(), min(224, size), (0.08, 1.0), rng=random.Random(0))
+    images.random_resized_crop(picture(), min(224, size), (0.08, 1.0), rng=random.Random(0)).pixels()
     return time.perf_counter() - began
 
 
@@ -143,7 +144,8 @@ def _unpacked(value: bytes, form: Form) -> Picture:
 
 
 def pack(source: Source, form: Form, writer: Writer, jobs: int, method: str | None = None) -> None:
-    """Pack what is not packed yet; images that were broken last time get another chance."""
+    """Pack what is not packed yet; images that were broken last time get another chance, and those changed since."""
+    _forget_changed(source, writer)
     again, total = sorted(writer.broken), len(source)
     chunks = [[place] for place in again]
     chunks += [list(range(at, min(at + TOGETHER, total))) for at in range(writer.done, total, TOGETHER)]
@@ -153,6 +155,19 @@ def pack(source: Source, form: Form, writer: Writer, jobs: int, method: str | No
             writer.add(places[0], [source.name(place) for place in places], made)
             steps.advance(len(places))
     writer.commit()
+
+
+def _forget_changed(source: Source, writer: Writer) -> None:
+    """Of what an earlier start packed, take out what comes from files that were changed since."""
+    changed = []
+    for place in np.flatnonzero(writer.stamps * (writer.labels >= 0)).tolist():
+        part, index = source.at(place)
+        if short(part.stamp(index)) != writer.stamps[place]:
+            changed.append(place)
+    if changed:
+        names = [source.name(place) for place in changed]
+        say(f"{len(changed)} files were changed since they were packed, {printable(names[0])} for one: packed anew")
+        writer.forget(changed, names, "was changed since it was packed")
 
 
 def verify(source: Source, form: Form, out: Path, labels: NDArray[np.int32]) -> None:
@@ -166,16 +181,15 @@ def verify(source: Source, form: Form, out: Path, labels: NDArray[np.int32]) -> 
     """
     kept = labels >= 0
     store, count = packed.load(out), int(kept.sum())
-    if (found := packed.entries(str(out)) - 2) != count:
+    if (found := packed.entries(str(out)) - 3) != count:
         raise UserError(f"{printable(out)}: holds {found} images, {count} were packed: pack it anew")
     stored = np.concatenate([listing.labels for listing in store.listings.values()])
     if not np.array_equal(stored, labels[kept]):
         raise UserError(f"{printable(out)}: labels are not those that were packed: pack it anew")
     packer = Packer(source, form)
     for place in random.Random(1).sample(np.flatnonzero(kept).tolist(), min(SAMPLE, count)):
-        value, label, _ = packer.one(place)
-        name = source.name(place)
-        if packed.read_value(str(out), name) != value or label != labels[place]:
+        made, name = packer.one(place), source.name(place)
+        if packed.read_value(str(out), name) != made.value or made.label != labels[place]:
             raise UserError(f"{printable(out)}: {printable(name)} is not what the source gives now: pack it anew")
     packed.close(out)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from fasttrain.images import ImageError, Picture, Pixels
 from fasttrain.packed import SHAPE
 from fasttrain.parts import Parts
 from fasttrain.tools import project
+from fasttrain.tools.pack_store import Made
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,14 @@ class Part:
         listing = getattr(self.data, "listing", None)
         return self.before + listing.name(index) if listing is not None else b"%s/%08d" % (self.name.encode(), index)
 
+    def stamp(self, index: int) -> str:
+        """Differs after the image's file was changed; empty for a data set of data.py, and for a file that is gone."""
+        listing = getattr(self.data, "listing", None)
+        try:
+            return listing.stamp(index) if listing is not None else ""
+        except OSError:
+            return ""
+
     def read(self, index: int) -> tuple[Picture, int]:
         if hasattr(self.data, "original"):
             picture, label = self.data.original(index)
@@ -88,6 +98,7 @@ class Part:
 
             seeding.seed_all(0, seeding.SAMPLE, 0, index)  # what is packed can be made again and compared
             picture, label = self.data[index][:2]
+            picture = images.finished(picture)
         if not isinstance(picture, Picture):
             picture = _as_picture(picture, f"{self.name} {index}")
         return picture, int(label)
@@ -110,6 +121,12 @@ class Source:
             place -= len(part)
         raise IndexError(place)
 
+    def prefetch(self, places: Sequence[int]) -> None:
+        """Told what is read next: images behind URLs that lie side by side come in one request."""
+        (first, index), (last, end) = self.at(places[0]), self.at(places[-1])
+        if first is last and (prefetch := getattr(first.data, "prefetch", None)) is not None:
+            prefetch(range(index, end + 1))
+
     def names(self) -> Iterator[bytes]:
         for part in self.parts:
             yield from map(part.stored_name, range(len(part)))
@@ -130,28 +147,27 @@ class Source:
 
 @dataclass
 class Packer:
-    """Turns places into stored values; runs in the worker processes.
-
-    Returns, for each place: value (None for a broken image), label, and why it is broken.
-    """
+    """Turns places into stored values; runs in the worker processes."""
 
     source: Source
     form: Form
 
-    def __call__(self, places: Sequence[int]) -> list[tuple[bytes | None, int, str]]:
+    def __call__(self, places: Sequence[int]) -> list[Made]:
+        self.source.prefetch(places)
         return [self.one(place) for place in places]
 
-    def one(self, place: int) -> tuple[bytes | None, int, str]:
+    def one(self, place: int) -> Made:
         part, index = self.source.at(place)
+        stamp = part.stamp(index)  # before it is read: a change in between is then seen
         try:
             picture, label = part.read(index)
             value = self.form.encode(picture)
         except ImageError as error:
-            return None, -1, str(error)
+            return Made(None, -1, str(error), stamp=stamp)
         if not 0 <= label < len(self.source.classes):
             where = printable(self.source.name(place))
             raise UserError(f"{where}: has label {label}, but there are {len(self.source.classes)} classes")
-        return value, label, ""
+        return Made(value, label, "", zlib.crc32(value), stamp)
 
 
 class Files:
@@ -163,17 +179,23 @@ class Files:
     def __len__(self) -> int:
         return len(self.listing)
 
+    def prefetch(self, indices: Sequence[int]) -> None:
+        self.listing.prefetch(indices)
+
     def original(self, index: int) -> tuple[Picture, int]:
-        return images.load(self.listing.path(index)), self.listing.label(index)
+        return self.listing.picture(index), self.listing.label(index)
 
 
-def from_folder(root: Path, skip_list: str | None) -> Source:
-    """The parts of an image folder, labelled by the classes of training.
+def from_parts(root: str | Path, skip_list: str | None, cache: str | None = None) -> Source:
+    """The parts of an image folder or of shards, labelled by the classes of training.
+
+    Args:
+        cache: data.root.
 
     Raises:
         UserError: no images; a class that training lacks.
     """
-    parts = Parts(root, skip_list)
+    parts = Parts(root, skip_list, cache)
     if parts.store:
         raise UserError(f"{printable(root)}: a packed store already; give the folder that it was made from")
     found: list[Part] = []

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import lmdb
 import numpy as np
@@ -23,7 +23,15 @@ PROGRESS = b"\0progress"  # with 8 bytes, big-endian, behind it: which transacti
 COMMIT_BYTES, COMMIT_SECONDS = 64 << 20, 5.0  # of images in one transaction; each ends with an fsync
 _ROOM = 1 << 30  # bytes that the map grows by
 
-Made = tuple[bytes | None, int, str]  # value, label, why it is broken
+
+class Made(NamedTuple):
+    """What became of an image. value: None if it is broken, and why; sum: CRC-32; stamp: of the file it came from."""
+
+    value: bytes | None
+    label: int
+    why: str = ""
+    sum: int = 0
+    stamp: str = ""
 
 
 class Writer:
@@ -36,6 +44,7 @@ class Writer:
 
     Attributes:
         done: places packed before, all below this number.
+        stamps: of the files that those came from, as 8 bytes each.
         broken: place -> reason.
 
     Raises:
@@ -45,6 +54,7 @@ class Writer:
     def __init__(self, out: Path, plan: dict[str, Any], total: int) -> None:
         self.out, self.plan, self.total = out, plan, total
         self.labels = np.full(total, -1, dtype=np.int32)
+        self.sums, self.stamps = np.zeros(total, dtype=np.uint32), np.zeros(total, dtype=np.uint64)
         self.broken: dict[int, str] = {}
         self.done = self._serial = 0
         self._batch: list[tuple[int, bytes, Made]] = []
@@ -77,7 +87,7 @@ class Writer:
     def add(self, first: int, names: Sequence[bytes], made: Sequence[Made]) -> None:
         """Images at the places from `first` on; written with the next transaction."""
         self._batch += zip(range(first, first + len(made)), names, made, strict=True)
-        self._bytes += sum(len(value) for value, _, _ in made if value)
+        self._bytes += sum(len(each.value) for each in made if each.value)
         if self._bytes >= COMMIT_BYTES or time.monotonic() - self._last >= COMMIT_SECONDS:
             self.commit()
 
@@ -86,15 +96,23 @@ class Writer:
         if not self._batch:
             return
         record = {
-            "labels": [[place, label] for place, _, (_, label, _) in self._batch],
-            "broken": {place: reason for place, _, (value, _, reason) in self._batch if value is None},
+            "done": [[place, made.label, made.sum, short(made.stamp)] for place, _, made in self._batch],
+            "broken": {place: made.why for place, _, made in self._batch if made.value is None},
         }
-        entries = [(packed.key(name), value) for _, name, (value, _, _) in self._batch if value is not None]
-        entries.append((PROGRESS + self._serial.to_bytes(8, "big"), json.dumps(record).encode()))
-        self._write(entries)
+        entries = [(packed.key(name), made.value) for _, name, made in self._batch if made.value is not None]
+        self._record(record, entries)
+        self._batch, self._bytes, self._last = [], 0, time.monotonic()
+
+    def forget(self, places: Sequence[int], names: Sequence[bytes], why: str) -> None:
+        """Take images out again; they count as broken until they are packed anew."""
+        gone = [packed.key(name) for name in names]
+        self._record({"done": [], "broken": {int(place): why for place in places}}, [], gone)
+
+    def _record(self, record: dict[str, Any], entries: list[tuple[bytes, bytes]], gone: Sequence[bytes] = ()) -> None:
+        progress = (PROGRESS + self._serial.to_bytes(8, "big"), json.dumps(record).encode())
+        self._write([*entries, progress], gone)
         self._serial += 1
         self._take(record)
-        self._batch, self._bytes, self._last = [], 0, time.monotonic()
 
     def finish(self, names: Iterable[bytes], classes: list[str], counts: dict[str, int]) -> dict[str, int]:
         """Write the index, mark the store as whole, remove what only packing needs.
@@ -118,7 +136,9 @@ class Writer:
             "checksum": hashlib.blake2b(index, digest_size=16).hexdigest(),
         }
         gone = [PROGRESS + number.to_bytes(8, "big") for number in range(self._serial)]
-        self._write([(packed.INDEX, index), (packed.ABOUT, json.dumps(about).encode())], gone)
+        sums = self.sums[kept].astype("<u4").tobytes()
+        entries = [(packed.INDEX, index), (packed.SUMS, sums), (packed.ABOUT, json.dumps(about).encode())]
+        self._write(entries, gone)
         self.close()
         for name in ("lock.mdb", LOCK):
             with suppress(FileNotFoundError):
@@ -142,11 +162,13 @@ class Writer:
             )
 
     def _take(self, record: dict[str, Any]) -> None:
-        for place, label in record["labels"]:
-            self.labels[place] = label
+        for place, label, total, stamp in record["done"]:
+            self.labels[place], self.sums[place], self.stamps[place] = label, total, stamp
             self.broken.pop(place, None)
             self.done = max(self.done, place + 1)
-        self.broken.update({int(place): reason for place, reason in record["broken"].items()})
+        for place, why in record["broken"].items():
+            self.labels[int(place)] = -1
+            self.broken[int(place)] = why
 
     def _write(self, entries: Sequence[tuple[bytes, bytes]], gone: Sequence[bytes] = ()) -> None:
         """One transaction; again with a larger map where that one was too small."""
@@ -174,6 +196,11 @@ class Writer:
         file, needed = self.out / packed.FILE, (self.env.info()["last_pgno"] + 1) * self.env.stat()["psize"]
         if file.stat().st_size < needed:
             os.truncate(file, needed)
+
+
+def short(stamp: str) -> int:
+    """A stamp as a number of 8 bytes; 0 for none."""
+    return int.from_bytes(hashlib.blake2b(stamp.encode(), digest_size=8).digest(), "big") if stamp else 0
 
 
 def _is_fresh(out: Path) -> bool:

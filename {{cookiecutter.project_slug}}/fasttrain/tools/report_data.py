@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,14 @@ class RunData:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Events of rank 0."""
-        return [event for event in self.history.ranks[0].events if event.get("event") == kind]
+        return self._events.get(kind, [])
+
+    @cached_property
+    def _events(self) -> dict[str, list[dict[str, Any]]]:
+        found: dict[str, list[dict[str, Any]]] = {}
+        for event in self.history.ranks[0].events:
+            found.setdefault(str(event["event"]), []).append(event)
+        return found
 
 
 def prepare(history: History, name: str) -> RunData:
@@ -93,9 +101,17 @@ def prepare(history: History, name: str) -> RunData:
     seen = [numbers(event["time"] for event in rank.events) for rank in history.ranks]
     times = np.concatenate([np.zeros(1), *seen, *(each["time"] for _, each in ranks)])
     timeline = Timeline.of(times)
-    verdict = judge(history.ranks, history.settings, history.facts)
+    verdict = _judged(history)
     ranks = [(rank, {**each, "time": timeline(each["time"])}) for rank, each in ranks]
     return RunData(name, history, verdict, timeline, ranks, float(np.nanmax(timeline(times))))
+
+
+def _judged(history: History) -> Verdict:
+    try:
+        return judge(history.ranks, history.settings, history.facts)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Of another version, or changed by hand. Curves and tables can be shown all the same.
+        return Verdict((), False, f"these records can't be judged ({type(error).__name__}: {error})")
 
 
 def columns(records: Sequence[BatchRecord]) -> dict[str, Floats]:
@@ -105,12 +121,13 @@ def columns(records: Sequence[BatchRecord]) -> dict[str, Floats]:
     return {name: numbers(record[at] for record in kept) for name, at in zip(COLUMNS, places, strict=True)}
 
 
-def numbers(values: Any) -> Floats:
+def numbers(values: Iterable[Any]) -> Floats:
     """What isn't a finite number becomes NaN."""
     listed = list(values)
     try:
         found = np.array(listed, dtype=np.float64)  # None becomes NaN
-    except (TypeError, ValueError, OverflowError):
+        assert found.ndim == 1
+    except (AssertionError, TypeError, ValueError, OverflowError):
         found = np.array([number(value) for value in listed])
     found[~np.isfinite(found)] = np.nan
     return found
