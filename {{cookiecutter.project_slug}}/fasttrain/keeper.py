@@ -7,6 +7,7 @@ costs itself, not the training: the file before stays, every rank's log says it.
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -186,6 +187,6 @@ class Keeper:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "state": self.state.to_dict(),
-            "metrics": dict(metrics),
+            "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
             "facts": self.facts,
         }

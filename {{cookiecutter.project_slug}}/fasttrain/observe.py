@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -61,9 +62,11 @@ class Report:
     def __init__(self, run: Run, settings: Any, feed: Feed, update: Update, state: State, classes: int) -> None:
         self.run, self.settings = run, settings
         run.begin_training()
+        run.failures.place = lambda: f"epoch {state.epoch + 1}, step {state.step + 1}"
         self.recorder = Recorder(run.dir, run.rank, run.started)
         run.stack.callback(self.recorder.close)
         feed.tell(self.recorder.event)
+        update.finite.event = self.recorder.event
         index, uuid = _nvidia(run.device)
         gauges = run.stack.enter_context(Gauges(self.recorder.event, _disk(settings), index, uuid=uuid))
         self.totals = Totals(run.world)
@@ -88,6 +91,8 @@ class Report:
         self.recorder.event("validation", epoch=epoch, step=state.step, improved=improved, **metrics)
         values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         logger.info(f"epoch {epoch + 1}, step {state.step}: {values}{' (best so far)' if improved else ''}")
+        if not all(map(math.isfinite, metrics.values())):
+            logger.warning(f"epoch {epoch + 1}: a metric that is not finite is never the best")
 
     def end(self, state: State) -> None:
         """The closing words: the result, where the time went, what to do next."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 import mmap
 import os
 import pickle
@@ -164,6 +165,19 @@ class Snapshot:
             place.copy_(tensor, non_blocking=tensor.device.type == "cuda")  # pinned: all queued, then one wait
         for device in {tensor.device for tensor in skeleton.tensors if tensor.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
+
+    def is_finite(self, records: Sequence[tuple[int, int]], kinds: Sequence[torch.dtype]) -> bool:
+        """Whether there is neither NaN nor infinity in it. Reads it once; from the thread that waits for the saver."""
+        pieces = (self.bytes[start : start + size] for start, size in records)
+        return all(is_finite(piece.view(kind)) for piece, kind in zip(pieces, kinds, strict=True))
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no number is NaN or infinite. Without a mask as large as the tensor."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    least, most = torch.aminmax(tensor)  # NaN if there is one
+    return math.isfinite(least) and math.isfinite(most)
 
 
 class Saver:
