@@ -130,7 +130,7 @@ def test_a_gain_below_two_percent_is_none() -> None:
     [
         (1000, 32, 512),  # grows until memory is short
         (100, 64, 64),
-        (20, 64, 16),  # halves
+        (40, 64, 32),  # halves
         (0, 64, 0),
     ],
 )

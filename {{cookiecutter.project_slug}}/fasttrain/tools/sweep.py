@@ -151,7 +151,8 @@ def sweep(lab: Lab, tell: Told, plan: dict[str, Any]) -> None:
     run, first = lab.run, lab.start()
     kept = lab.batch()
     if plan["batch_size"]:
-        size, speeds = grow(Sizes(lab.step, kept, run.device, plan["processes"]), kept.size)
+        fits = Sizes(lab.step, kept, run.device, plan["processes"])
+        size, speeds = grow(fits, kept.size, most=len(lab.sets.train) // plan["processes"])
         tell("batch_size", size=size, speeds=speeds)
         return
     within = run.on_rank0(lambda: _space(lab, first, kept))
@@ -210,7 +211,6 @@ def main() -> None:
         cfg, saved = settings.load(project.module("config").Config, project.HOME / "config.yaml", plan["overrides"])
         with start(saved, cfg.run, None, project.HOME) as run:
             lab = Lab(cfg, run, plan["seconds"])
-            run.training = True  # from here on an error is this rank's own
             sweep(lab, Told(Path(plan["out"]) if run.is_main else None), plan)
 
 
