@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -85,11 +86,12 @@ def test_the_launcher_that_started_this_is_unknown_to_the_runs(monkeypatch: pyte
     assert str(HOME) in trials.environment()["PYTHONPATH"]
 
 
-def test_no_process_is_left_when_a_run_is_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ask", [True, False])
+def test_no_process_is_left_when_a_run_is_stopped(tmp_path: Path, ask: bool) -> None:
     child = "import subprocess,sys,time; p=subprocess.Popen([sys.executable,'-c','import time; time.sleep(600)']); "
     child += "print(p.pid, flush=True); time.sleep(600)"
     output = tmp_path / "output.txt"
-    with trials.started([sys.executable, "-c", child], output) as process:
+    with trials.started([sys.executable, "-c", child], output, ask) as process:
         while not output.read_text().endswith("\n"):
             time.sleep(0.01)
     assert process.poll() is not None
@@ -213,6 +215,12 @@ def test_ctrl_c_leaves_the_settings_and_the_folder_as_they_were(
     assert "config.yaml is as it was" in capsys.readouterr().out
     assert (own_project / "config.yaml").read_bytes() == before
     assert sorted(path.name for path in own_project.iterdir()) == ["config.yaml"]
+
+
+def test_sigterm_ends_it_as_ctrl_c_does() -> None:
+    with pytest.raises(SystemExit) as stopped:
+        tune.terminate(signal.SIGTERM, None)
+    assert stopped.value.code == 143
 
 
 def test_only_rank_0_drives(monkeypatch: pytest.MonkeyPatch) -> None:
