@@ -2,22 +2,22 @@
 
 prepare   convert the photos          -> data, seconds
 speed     take batches for some time  -> images_per_second, cpu_ms (of all its processes, for each image)
-pixels    a fixed crop                -> difference (mean, of 255) to Pillow's antialiased resize
+pixels    convert, take a fixed crop -> difference (mean, of 255) to Pillow's antialiased resize
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.work import RATIO, Work, files
+from benchmarks.work import Work, files
 
 PAGE = 4096  # bytes
 WARM_UP = 0.7  # seconds after the first batch
@@ -83,10 +83,9 @@ def speed(batches: Iterator[Any], seconds: float) -> dict[str, float]:
 
 
 def difference(batches: Iterator[Any], work: Work) -> float:
-    """Mean absolute difference to Pillow's antialiased resize of the same part of the same photo.
+    """Mean absolute difference to Pillow's antialiased resize of the same photo, or of its middle square if packed.
 
-    The crop is the whole photo, as far as the largest ratio allows: what torchvision falls back to when no
-    random part fits. Each image is compared with the photo it is closest to.
+    Each image is compared with the photo it is closest to, since competitors have orders of their own.
     """
     import numpy as np
     from PIL import Image
@@ -95,8 +94,7 @@ def difference(batches: Iterator[Any], work: Work) -> float:
     for path, _ in files(work.photos):
         with Image.open(path) as opened:
             photo = opened.convert("RGB")
-        most = RATIO[1] if work.kind == "folder" else 1.0
-        width, height = min(photo.width, round(photo.height * most)), min(photo.height, round(photo.width * most))
+        width, height = photo.size if work.kind == "folder" else (min(photo.size), min(photo.size))
         left, top = (photo.width - width) // 2, (photo.height - height) // 2
         box = (left, top, left + width, top + height)
         resized = photo.resize((work.size, work.size), Image.Resampling.BILINEAR, box=box)
@@ -112,26 +110,17 @@ def main(mode: str, peer: str, asked: dict[str, Any]) -> dict[str, Any]:
     if (lacking := missing(peer)) is not None:
         return {"missing": lacking}
     module = importlib.import_module(f"benchmarks.peers.{peer}")
-    paths = {name: Path(asked["work"].pop(name)) for name in ("photos", "data", "project")}
-    work = Work(**paths, **{name: tuple(v) if isinstance(v, list) else v for name, v in asked["work"].items()})
+    work = Work.read(asked["work"])
+    if mode == "speed":
+        return speed(module.batches(work), asked["seconds"])
+    began = time.perf_counter()
+    data = module.prepare(work, Path(asked["into"])) if hasattr(module, "prepare") else work.photos
     if mode == "prepare":
-        if not hasattr(module, "prepare"):
-            return {"data": str(work.photos), "seconds": 0.0}
-        began = time.perf_counter()
-        return {"data": str(module.prepare(work, Path(asked["into"]))), "seconds": time.perf_counter() - began}
-    batches = module.batches(work)
-    if mode == "pixels":
-        return {"difference": difference(batches, work)}
-    return speed(batches, asked["seconds"])
+        return {"data": str(data), "seconds": time.perf_counter() - began}
+    return {"difference": difference(module.batches(work.with_data(data)), work)}
 
 
 if __name__ == "__main__":
     line = json.dumps(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])))
     print(f"\n{line}", flush=True)
-    # Threads and workers of some competitors keep a process alive: nothing is left to be done.
-    sys.stdout.flush()
-    import os
-
-    for child in itertools.chain(__import__("psutil").Process().children(recursive=True)):
-        child.kill()
-    os._exit(0)
+    os._exit(0)  # threads and workers of some competitors would keep it alive; run.py ends those

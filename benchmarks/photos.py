@@ -13,8 +13,8 @@ import random
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from PIL import Image
 
@@ -22,7 +22,8 @@ PACKAGES = ("plasma-workspace-wallpapers", "mate-backgrounds", "ukui-wallpapers"
 QUALITIES = (75, 85, 90, 93, 95, 97, 98)
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True)
+class Kind:
     """Width and height in pixels, bytes that a file should reach, and how many there are."""
 
     size: tuple[int, int]
@@ -72,3 +73,12 @@ def _cut(sources: Sequence[Path], out: Path, kind: Kind) -> None:
         folder = out / f"train/class{number % 10:02d}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{number:06d}.jpg").write_bytes(jpeg.getvalue())
+
+
+def cut_to_ratio(source: Path, target: Path, most: float = 4 / 3) -> None:
+    """Write the middle of a photo, at most `most` times as wide as high, as a JPEG."""
+    with Image.open(source) as opened:
+        image = opened.convert("RGB")
+    width = min(image.width, int(image.height * most))
+    left = (image.width - width) // 2
+    image.crop((left, 0, left + width, image.height)).save(target, "JPEG", quality=95)

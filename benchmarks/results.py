@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from benchmarks.run import Result
 
 COLUMNS = ("", "img/s", "of all rounds", "this project is", "to reach", "CPU ms/img", "pixels", "conversion")
+# fmt: off
 PACKAGES = (
-    "torch torchvision numpy pillow simplejpeg opencv-python-headless lmdb timm webdataset litdata "
-    "nvidia-dali-cuda120 nvidia-dali-cuda130 spdl spdl-core torchdata ffcv numba"
-).split()
+    "torch", "torchvision", "numpy", "pillow", "simplejpeg", "opencv-python-headless", "lmdb", "timm", "webdataset",
+    "litdata", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "spdl", "torchdata", "ffcv", "numba",
+)
+# fmt: on
 
 
 @dataclass
@@ -94,9 +96,9 @@ def page(tables: Sequence[Rendered], options: argparse.Namespace, cores: int, co
         f"{datetime.date.today():%Y-%m-%d}, {machine(cores)}. Written by `{command}` in {minutes:.0f} minutes: "
         f"{options.rounds} rounds of {options.seconds:g} s, all competitors in turns, each in a process of its own.",
         "",
-        f"{options.workers} workers or threads, batches of 64, random resized crop (area 8 to 100 %, ratio 3/4 to 4/3) to "
-        "224 x 224, flip, uint8, every page of a batch read by the consumer, page cache warm. README.md explains the "
-        "columns.",
+        f"{options.workers} workers or threads, batches of 64, random resized crop (area 8 to 100 %, ratio 3/4 to 4/3) "
+        "to 224 x 224, flip, uint8, every page of a batch read by the consumer, page cache warm. README.md explains "
+        "the columns.",
         "",
         f"Versions: {versions()}.",
         "",

@@ -105,13 +105,13 @@ class Bench:
         return result
 
     def _pixels(self, group: Group, row: Row) -> dict[str, Any]:
-        """The same on a few photos, each whole."""
+        """A fixed crop of a few photos: all of them, with sides of a ratio that random crops may have."""
         few, into = self.folder / group.name / "few" / "train", self.folder / group.name / "few.data"
         if not few.is_dir():
             for path, label in files(self._photos(group))[::10][:64]:
                 target = few / f"class{label:02d}" / Path(path).name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                _link(path, target)
+                photos.cut_to_ratio(Path(path), target)
         shutil.rmtree(into, ignore_errors=True)
         work = dataclasses.replace(self._work(group, few), batch=32, scale=(1.0, 1.0), flip=0.0)
         return self._child("pixels", row.peer, work, into=str(into))

@@ -118,7 +118,7 @@ HEAD = ("", "seconds", "lowest to highest", "x bare script")
 
 def _rows(seconds: dict[str, list[float]]) -> list[tuple[str, ...]]:
     bare = statistics.median(seconds["bare script: torch, one step"])
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, times in seconds.items():
         middle = statistics.median(times)
         ratio = "" if name.startswith("cookiecutter") else f"{middle / bare:.2f}"
@@ -143,8 +143,8 @@ def _write(path: Path, rows: list[tuple[str, ...]], rounds: int) -> None:
         "",
         f"{date.today()}, {processor}, {os.cpu_count()} cores, no GPU; Python {platform.python_version()}, "
         f"torch {version('torch')}, cookiecutter {version('cookiecutter')}.",
-        f"`make startup`: medians of {rounds} rounds, in turns, files in the page cache. train.py trains the demo as it",
-        "comes, in float32; its time runs from the start of the process to the end of the first optimizer step.",
+        f"`make startup`: medians of {rounds} rounds, in turns, files in the page cache. train.py trains the demo",
+        "as it comes, in float32; its time runs from the start of the process to the end of the first optimizer step.",
         "",
         f"| {' | '.join(HEAD)} |",
         f"|---|{'---:|' * (len(HEAD) - 1)}",

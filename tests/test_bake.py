@@ -23,24 +23,39 @@ else:
 # Every file of a project. A new one is added here, so that none comes or goes unseen.
 TOP = ".gitignore LICENSE Makefile README.md config.py config.yaml data.py model.py pyproject.toml train.py"
 FASTTRAIN = """
-    __init__ __main__ checkpoint clock dashboard dashboard_panel errors facts feed folder gauges
-    history host images judge lmdb_file logs machine metrics observe overrides packed parallel parts
-    precision records run sampler seeding settings settings_file shapes sinks skips slots stand_in
-    state tensorboard transfer typed update warm watch window worker
+    __init__ __main__ checkpoint clock dashboard dashboard_panel effort errors evidence facts failures
+    feed findings finite folder gauges graph history host images inject join judge judge_data
+    judge_growth judge_ranks judge_step keeper listing lmdb_file logs looks machine metrics names
+    observe overrides packed parallel parts precision profile records remote resume run sampler saver
+    seeding settings settings_file shapes shard_index shards sinks skips slots snapshot stand_in state
+    stop supply tensorboard transfer typed update verdicts warm watch watchdog window worker writer
 """
-TOOLS = "__init__ bench check_data check_image compare evaluate pack pack_source pack_store project work"
+TOOLS = """
+    __init__ batch_size bench check_data check_image checks compare doctor edit_settings evaluate
+    footprint judge markup pack pack_source pack_store photos profile_data project rendezvous report
+    report_charts report_curves report_data report_page report_parts report_sections report_serve
+    sample_steps search sweep tour trials tune work
+"""
+PAGE = "report.css report.js"
 LAUNCH = "kubernetes.yaml one_machine.sh several_machines.sh slurm.sbatch"
 TESTS = """
-    bench check_data checkpoint compare dashboard data device feed folder gauges images logs model pack packed
-    records sampler seeding settings shapes skips slots state training transfer update warm watch
+    bench check_data checkpoint compare dashboard data device doctor edit_settings evidence examples
+    failures feed finite folder fuzz gauges images join judge keeper logs model pack pack_faults packed
+    preemption profile profile_data records report sampler saver search seeding settings shapes shards
+    skips slots soak state stop tour training transfer tune update warm watch
+"""
+TEST_HELPERS = """
+    chrome conftest faults fuzz fuzz_changes fuzz_checkpoint fuzz_data fuzz_settings planted plants
+    simulated soak
 """
 FILES = {
     *TOP.split(),
     *(f"fasttrain/{name}.py" for name in FASTTRAIN.split()),
     *(f"fasttrain/tools/{name}.py" for name in TOOLS.split()),
+    *(f"fasttrain/tools/{name}" for name in PAGE.split()),
     *(f"launch/{name}" for name in LAUNCH.split()),
-    "tests/conftest.py",
     *(f"tests/test_{name}.py" for name in TESTS.split()),
+    *(f"tests/{name}.py" for name in TEST_HELPERS.split()),
 }
 
 # Text that has broken generated files elsewhere, and that is allowed here.

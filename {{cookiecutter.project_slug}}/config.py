@@ -17,6 +17,7 @@ DATASETS = ("shapes", "fashion_mnist", "cifar10")  # the data sets that data.py 
 @dataclass
 class Run:
     dir: str | None = location()  # the run directory
+    timeout: float = value(above=0)  # seconds
     threads: int | None = value(low=1)  # of PyTorch, in each training process
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = value()
 
@@ -60,6 +61,7 @@ class Train:
     epochs: int = value(low=1)
     max_steps: int | None = value(low=1)  # optimizer steps
     accumulate: int = value(low=1)  # batches per optimizer step
+    on_nan: Literal["stop", "skip"] = value()
     clip_norm: float | None = value(above=0)
     label_smoothing: float = value(low=0, below=1)
     mixup: float = value(low=0)  # alpha of the beta distribution

@@ -56,6 +56,7 @@ def make_data(cfg: Config, run: Run) -> tuple[data.Datasets, Feed]:
         world=run.world,
         device=run.device,
         worker_log=run.worker_log,
+        timeout=cfg.run.timeout,
     )
     run.stack.callback(feed.close)
     return sets, feed
@@ -76,9 +77,9 @@ def make_model(cfg: Config, run: Run, classes: int) -> nn.Module:
     )
 
 
-def make_update(cfg: Config, run: Run, net: nn.Module, batches: int) -> Update:
-    """Optimizer, learning rate and mixed precision. batches: of an epoch."""
-    opt, steps = cfg.optimizer, -(-batches // cfg.train.accumulate) * cfg.train.epochs
+def make_update(cfg: Config, run: Run, net: nn.Module, feed: Feed) -> Update:
+    """Optimizer, learning rate and mixed precision."""
+    opt, steps = cfg.optimizer, -(-feed.batches() // cfg.train.accumulate) * cfg.train.epochs
     return Update(
         net,
         build_optimizer(net, opt),
@@ -87,6 +88,8 @@ def make_update(cfg: Config, run: Run, net: nn.Module, batches: int) -> Update:
         dtype=precision.choose(cfg.amp, run.device),
         accumulate=cfg.train.accumulate,
         clip_norm=cfg.train.clip_norm,
+        on_nan=cfg.train.on_nan,
+        names=feed.names,
     )
 
 
@@ -97,7 +100,7 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
     sets, feed = make_data(cfg, run)
     prepare = data.Prepare(cfg.data, len(sets.classes), run.device, cfg.train.mixup, cfg.train.cutmix)
     net = make_model(cfg, run, len(sets.classes))
-    update = make_update(cfg, run, net, feed.batches())
+    update = make_update(cfg, run, net, feed)
     observe.check_metric(
         model.compute_metrics(torch.zeros(1, len(sets.classes)), torch.zeros(1).long()), cfg.checkpoint.metric
     )

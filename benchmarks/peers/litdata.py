@@ -20,7 +20,10 @@ def _sample(item: tuple[str, int]) -> dict[str, Any]:
 def prepare(work: Work, into: Path) -> Path:
     import litdata
 
-    litdata.optimize(_sample, files(work.photos), str(into), chunk_bytes="64MB", num_workers=work.workers)
+    inputs = files(work.photos)
+    litdata.optimize(
+        _sample, inputs, str(into), chunk_bytes="64MB", num_workers=work.workers, start_method="fork", verbose=False
+    )
     return into
 
 

@@ -8,6 +8,8 @@ learnt (worker.py). The DataLoader carries small messages; the batches lie in sh
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
@@ -26,6 +28,7 @@ from fasttrain.slots import CudaPinning, Field, Slots, fields_of
 from fasttrain.transfer import Batch, CudaStreams, leaves, to_device
 from fasttrain.worker import Failed, MapDataset, Samples, WorkerInit, as_it_is, lost_worker
 
+LOOK = 5.0  # seconds between two looks whether the workers live, while a batch is waited for
 PROBES = 64  # samples that are tried for one that can be read, which decides what a slot is
 
 
@@ -38,6 +41,7 @@ class Feed:
         workers: loader processes of this rank.
         epochs: of the whole training.
         worker_log: logging of the loader workers (logs.WorkerLog).
+        timeout: seconds to wait for a batch before the training ends.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class Feed:
         world: int,
         device: torch.device,
         worker_log: WorkerLog | None = None,
+        timeout: float = math.inf,
     ) -> None:
+        self.timeout = timeout
         self.data, self.workers, self.epochs = data, workers, epochs
         self.seed, self.rank, self.world, self.device = seed, rank, world, device
         self.clock: Clock = clock_of(device)
@@ -111,8 +117,17 @@ class Feed:
             keys = ValidationBatches(len(self.val_samples), self.data.batch_size, self.world, self.rank)
             self._val_loader = self._loader(self.val_samples, keys, persistent=self.data.persistent_workers)
         self.val_skips.begin(0)
-        loaded = _batches(iter(self._val_loader), self.val_samples, self.val_skips, self._told)
+        loaded = _batches(iter(self._val_loader), self.val_samples, self.val_skips, self._told, self.timeout)
         return (batch for batch in to_device(loaded, self.device, self.clock, self.streams) if batch.size)
+
+    def names(self, indices: list[int]) -> list[str]:
+        """The file names of these training samples; none where the data set knows none. Reads the files."""
+        original = getattr(self.train_samples.dataset, "original", None)
+        try:
+            found = [] if original is None else [getattr(original(index)[0], "name", "") for index in indices]
+        except UserError:  # one of them can't be read
+            return []
+        return [name for name in found if name]
 
     def tell(self, event: Callable[..., None]) -> None:
         """Where events about skipped samples and the loader itself go: `records.Recorder.event`."""
@@ -138,7 +153,7 @@ class Feed:
 
     def _host(self, count: int) -> Iterator[Batch]:
         assert self._stream is not None
-        batches = _batches(self._stream, self.train_samples, self.train_skips, self._told)
+        batches = _batches(self._stream, self.train_samples, self.train_skips, self._told, self.timeout)
         for _ in range(count):
             ready = self.ready()
             batch = next(batches)
@@ -185,6 +200,7 @@ class Feed:
         more: dict[str, Any] = {}
         if self.workers:
             more = {
+                "timeout": min(LOOK, self.timeout),
                 "prefetch_factor": self.data.prefetch_factor,
                 "persistent_workers": persistent,
                 "multiprocessing_context": self.data.start_method,
@@ -234,7 +250,7 @@ def _end_workers(iterator: Any) -> None:
 
 
 def _batches(
-    source: Iterator[Any], samples: Samples, skips: Skips, told: Callable[[Failed], UserError]
+    source: Iterator[Any], samples: Samples, skips: Skips, told: Callable[[Failed], UserError], timeout: float
 ) -> Iterator[Batch]:
     """What the DataLoader gives, with the tensors looked up in their slots, and its failures as one line each.
 
@@ -244,7 +260,7 @@ def _batches(
     fetch = getattr(source, "_next_data", source.__next__)  # the docstring says why
     while True:
         try:
-            got = fetch()
+            got = _next(fetch, timeout)
         except StopIteration:
             return
         except (RuntimeError, OSError) as error:
@@ -257,6 +273,22 @@ def _batches(
         if got.slot is not None and samples.slots is not None:
             got.tensors = samples.slots.tensors(got.worker or 0, got.slot, got.size)
         yield got
+
+
+def _next(fetch: Callable[[], Any], timeout: float) -> Any:
+    """The next of the DataLoader, which by its own timeout only looks whether the workers live."""
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            return fetch()
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+            if time.monotonic() >= until:
+                raise UserError(
+                    f"no batch came from the loader workers within {timeout:g} s (run.timeout): does the disk "
+                    "or server behind data.path answer?"
+                ) from None
 
 
 def _probe(dataset: MapDataset, seed: int) -> tuple[Field, ...] | str:

@@ -7,6 +7,7 @@ costs itself, not the training: the file before stays, every rank's log says it.
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -117,8 +118,8 @@ class Keeper:
         free, needed = shutil.disk_usage(self.directory).free, 3 * writer.prepare(self._content({}))
         if free < needed:
             self._warn(
-                f"{self.directory}: {free / 1e9:,.2f} GB are free, but {BEST}, {LAST} and the one being written take "
-                f"{needed / 1e9:,.2f} GB: saves may fail"
+                f"{self.directory}: {free / 1e6:,.1f} MB are free, but {BEST}, {LAST} and the one being written take "
+                f"{needed / 1e6:,.1f} MB: saves may fail"
             )
 
     def _save(self, names: tuple[str, ...], metrics: Mapping[str, float], watch: Watch) -> None:
@@ -186,6 +187,6 @@ class Keeper:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "state": self.state.to_dict(),
-            "metrics": dict(metrics),
+            "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
             "facts": self.facts,
         }

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 console = LineConsole()  # shared with the dashboard: what is printed on it appears above the live panel
 _sink_id = 0  # loguru's one sink that is ours; 0 is the one it starts with
+TOLD = "_told"  # on an exception: the line that is told of it
 _MARK = "_in_log"  # on an exception that has been reported
 
 
@@ -100,7 +101,7 @@ class Log:
             return
         mark_reported(error)
         if isinstance(error, UserError):
-            logger.critical(str(error))
+            logger.bind(only=getattr(error, "only", None)).critical(str(error))
         elif isinstance(error, SystemExit):
             if error.code not in (None, 0):
                 logger.bind(only="file").opt(exception=error).warning(f"exits with {error.code}")
@@ -108,7 +109,7 @@ class Log:
             logger.bind(only="console").critical("interrupted")
             logger.bind(only="file").opt(exception=error).critical("interrupted")
         else:
-            logger.opt(exception=error).critical(f"{type(error).__name__}: {error}")
+            logger.opt(exception=error).critical(getattr(error, TOLD, f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
         """Writes all that was logged, then stops and puts back what `start` replaced.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -61,9 +62,11 @@ class Report:
     def __init__(self, run: Run, settings: Any, feed: Feed, update: Update, state: State, classes: int) -> None:
         self.run, self.settings = run, settings
         run.begin_training()
+        run.failures.place = lambda: f"epoch {state.epoch + 1}, step {state.step + 1}"
         self.recorder = Recorder(run.dir, run.rank, run.started)
         run.stack.callback(self.recorder.close)
         feed.tell(self.recorder.event)
+        update.finite.event = self.recorder.event
         index, uuid = _nvidia(run.device)
         gauges = run.stack.enter_context(Gauges(self.recorder.event, _disk(settings), index, uuid=uuid))
         self.totals = Totals(run.world)
@@ -88,6 +91,8 @@ class Report:
         self.recorder.event("validation", epoch=epoch, step=state.step, improved=improved, **metrics)
         values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         logger.info(f"epoch {epoch + 1}, step {state.step}: {values}{' (best so far)' if improved else ''}")
+        if not all(map(math.isfinite, metrics.values())):
+            logger.warning(f"epoch {epoch + 1}: a metric that is not finite is never the best")
 
     def end(self, state: State) -> None:
         """The closing words: the result, where the time went, what to do next."""
@@ -98,16 +103,24 @@ class Report:
             logger.info(f"stopped early: no better {name} for {state.epochs_without_gain} epochs")
         if self.run.is_main:
             logger.info(f"{state.step} steps; {self.totals}")
-            for line in self.verdict.verdict().lines():
-                logger.info(line)
+            self._say_verdict()
         if state.best is None or state.best_epoch is None:
             logger.warning(f"no finite {name} was reached: there is no best.pt")
             return
         best = self.run.dir / "best.pt"
-        where = best if best.exists() else f"no {best}, since nothing in this directory was better"
+        where = best if best.exists() else f"no {best}: nothing in this directory was better, or it could not be saved"
         logger.info(f"best {name} {state.best:.4f} in epoch {state.best_epoch + 1}: {where}")
         if best.exists():
             logger.info(f"next: python -m fasttrain evaluate {best}")
+
+    def _say_verdict(self) -> None:
+        try:
+            lines = self.verdict.verdict().lines()
+        except Exception as error:  # a fault of ours in judging is no reason for a finished training to fail
+            logger.opt(exception=error).warning(f"no verdict: {error}")
+            return
+        for line in lines:
+            logger.info(line)
 
     def _stopwatch(self, feed: Feed) -> Watch:
         run, wish = self.run, self.settings.profile

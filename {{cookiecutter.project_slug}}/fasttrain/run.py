@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from fasttrain import facts, logs, machine
+from fasttrain import facts, join, logs, machine
 from fasttrain.checkpoint import LAST, PREVIOUS
 from fasttrain.errors import SettingsError, UserError
+from fasttrain.failures import Failures, tell_launcher
 from fasttrain.settings import to_yaml
 from fasttrain.stop import MARKER, Stop, Stopped, mark
+from fasttrain.watchdog import Watchdog, launcher
 from fasttrain.worker import lost_worker
 
 T = TypeVar("T")
@@ -53,7 +55,7 @@ class Run:
     token: str = ""  # another each start, the same on all ranks
     log: logs.Log | None = None
     stop: Stop = field(default_factory=Stop)
-    training: bool = False  # the loop has begun: from here on an error is this rank's own
+    failures: Failures = field(default_factory=Failures)  # who failed first
     stack: ExitStack = field(default_factory=ExitStack)  # closed, last in first out, when the run ends
 
     @property
@@ -67,7 +69,6 @@ class Run:
 
     def begin_training(self) -> None:
         """All is checked: from here on this is a run, whose settings, versions and command line are written down."""
-        self.training = True
         if self.is_main:
             (self.dir / "config.yaml").write_text(to_yaml(self.settings))
             facts.write(self.dir / facts.FILE, self.id, self.home, self.device, self.world, self.started, self.began)
@@ -135,46 +136,65 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
     """
     stop = Stop()
     stop.listen()
-    place = _join(run.threads)
-    place.stop = stop
-    with place.stack:
+    place = _place(run.timeout, run.threads)
+    place.stop, stop.failed = stop, place.failures.known
+    with place.stack, _first_cause(place):
         place.stack.callback(stop.close)
+        watchdog = place.stack.enter_context(Watchdog(place.failures, stop, launcher()))
+        if join.launched():
+            place.failures.share(join.join(place.device, run.timeout))
         place.began, place.settings, place.home = psutil.Process().create_time(), settings, home
         claimed = place.on_rank0(lambda: _claim(run.dir, resume, place.began, home))
         directory, checkpoint, place.started, place.id, place.token = claimed
         place.dir, place.resume = Path(directory), None if checkpoint is None else Path(checkpoint)
         place.log = place.stack.enter_context(logs.start(place.dir, place.rank, run.log_level))
-        try:
-            logger.info("run directory {}", place.dir)
-            if resume == "auto":
-                told = f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh"
-                logger.info("resume=auto: {}", told + ("; only with run.dir set can a run be resumed" * (not run.dir)))
-            with _lost_workers():
-                yield place
-        except UserError:
-            if not place.training:
-                _let_rank0_speak(place.local_rank)
-            raise
-        except (Stopped, KeyboardInterrupt) as stopped:
-            text = f"stopped by {getattr(stopped, 'name', 'Ctrl-C')}; {place.how_to_go_on()}"
-            logger.warning(text)
-            logs.mark_reported(stopped)
-            if place.is_main and isinstance(stopped, Stopped):
-                mark(place.dir, text)
-            raise
+        watchdog.flush = place.log.close
+        if os.environ.get("FASTTRAIN_FAULT"):  # only tests set it
+            from fasttrain import inject
+
+            inject.install(os.environ["FASTTRAIN_FAULT"], place.rank, place.dir)
+        logger.info("run directory {}", place.dir)
+        if resume == "auto":
+            told = f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh"
+            logger.info("resume=auto: {}", told + ("; only with run.dir set can a run be resumed" * (not run.dir)))
+        yield place
+        place.agree(None)  # no rank has succeeded before all have: the last save on rank 0 may fail
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextmanager
-def _lost_workers() -> Iterator[None]:
-    """A loader worker that dies is a line to read, wherever in the loop PyTorch raises it."""
+def _first_cause(place: Run) -> Iterator[None]:
+    """Of all that is raised in all processes, what happened first is said; see failures.py."""
     try:
         yield
-    except RuntimeError as error:
-        if (lost := lost_worker(error)) is None:
+    except (Stopped, KeyboardInterrupt) as stop:
+        if (other := place.failures.explain(stop, asked=True)) is not None:
+            raise other from None
+        text = f"stopped by {getattr(stop, 'name', 'Ctrl-C')}; {place.how_to_go_on()}"
+        logger.warning(text)
+        logs.mark_reported(stop)
+        if place.is_main and isinstance(stop, Stopped):
+            mark(place.dir, text)
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
             raise
-        raise lost from error
+        clear = _as_line(error)
+        if (other := place.failures.explain(clear or error)) is not None:
+            raise other from None
+        if clear is not None:
+            raise clear from error
+        raise
+
+
+def _as_line(error: BaseException) -> UserError | None:
+    """A dead loader worker, wherever in the loop PyTorch raises it, or `sys.exit` in the loop; None for all else."""
+    if not isinstance(error, SystemExit):
+        return lost_worker(error)
+    exit_error = UserError(f"sys.exit({error.code!r}) was called in the training")
+    exit_error.exit_code = error.code if isinstance(error.code, int) else 1
+    return exit_error
 
 
 @contextmanager
@@ -186,12 +206,14 @@ def exits_cleanly() -> Iterator[None]:
         if not logs.reported(error):  # before the run's log was open
             _let_rank0_speak(int(os.environ.get("LOCAL_RANK", "0")))
             sys.stderr.write(f"error: {error}\n")
+        tell_launcher(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:
         if not logs.reported(error):
             sys.stderr.write("interrupted\n")
         sys.exit(130)
     except Exception as error:
+        tell_launcher(error)
         if not logs.reported(error):
             raise
         sys.exit(1)
@@ -205,7 +227,8 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
 
 
 def _let_rank0_speak(local_rank: int) -> None:
-    """Before the loop all ranks meet the same errors, to be read once: the first says it, the launcher ends the rest.
+    """Before they are joined all ranks meet the same errors, to be read once: the first says it, the launcher ends the
+    rest.
 
     Should that not happen, the error is this rank's own after all, and is said after a while.
     """
@@ -213,21 +236,17 @@ def _let_rank0_speak(local_rank: int) -> None:
         time.sleep(OTHERS_WAIT)
 
 
-def _join(threads: int | None) -> Run:
-    """Read the launcher's variables, choose the device, form the process group."""
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def _place(timeout: float, threads: int | None) -> Run:
+    """Read the launcher's variables, choose the device."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if launched else (0, 0, 1, 1)
+    rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if join.launched() else (0, 0, 1, 1)
     device = pick_device(local_rank, local_world)
     if threads is not None:
         torch.set_num_threads(threads)
     elif device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # Not set, or set to 1 by torchrun, which does so whatever the machine has.
         torch.set_num_threads(max(1, machine.cores() // local_world))
-    if launched:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
-    return Run(rank, local_rank, world, local_world, device)
+    return Run(rank, local_rank, world, local_world, device, failures=Failures(rank, world, timeout))
 
 
 def pick_device(local_rank: int, local_world: int) -> torch.device:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 import mmap
 import os
 import pickle
@@ -154,7 +155,7 @@ class Snapshot:
                     f"{self.size / 1e6:,.0f} MB for checkpoints can't be pinned, saves pause longer: {error}"
                 )
             else:
-                end = weakref.finalize(self.bytes, pinning.unpin, address)
+                end = weakref.finalize(self, pinning.unpin, address)
                 end.atexit = False  # the driver may be gone by then, and the memory goes with the process
 
     def take(self, skeleton: Skeleton) -> None:
@@ -164,6 +165,19 @@ class Snapshot:
             place.copy_(tensor, non_blocking=tensor.device.type == "cuda")  # pinned: all queued, then one wait
         for device in {tensor.device for tensor in skeleton.tensors if tensor.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
+
+    def is_finite(self, records: Sequence[tuple[int, int]], kinds: Sequence[torch.dtype]) -> bool:
+        """Whether there is neither NaN nor infinity in it. Reads it once; from the thread that waits for the saver."""
+        pieces = (self.bytes[start : start + size] for start, size in records)
+        return all(is_finite(piece.view(kind)) for piece, kind in zip(pieces, kinds, strict=True))
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no number is NaN or infinite. Without a mask as large as the tensor."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    least, most = torch.aminmax(tensor)  # NaN if there is one
+    return math.isfinite(least) and math.isfinite(most)
 
 
 class Saver:

@@ -51,6 +51,7 @@ class Stop:
     Attributes:
         save: called on rank 0 at the end point: writes last.pt and waits for it.
         seconds: from the signal to the end of the process, whatever happens.
+        failed: gives the cause, if another rank has failed: then there is nothing to agree on.
         give_up: called before the thread ends the process, with whether all was in order but for the time.
     """
 
@@ -58,6 +59,7 @@ class Stop:
         self.rank, self.world, self.seconds = 0, 1, 25.0
         self.save: Callable[[], None] = lambda: None
         self.give_up: Callable[[bool], None] = lambda in_order: None
+        self.failed: Callable[[], object | None] = lambda: None
         self.asked: int | None = None  # the signal
         self.passed = 0  # points
         self._frozen = False  # the next point is written down: not to be passed before the end point is known
@@ -122,6 +124,10 @@ class Stop:
         """From rank 0, in any thread: a line for every rank's log, which has it within a second."""
         self._told += 1
         self._put(f"told{self._told}", text)
+
+    def abort(self, text: str) -> None:
+        """From another thread: nothing is left to agree on or to save. The loop raises this at its next point."""
+        self._lost, self._frozen = text, True
 
     def over(self) -> None:
         """The training is done: a stop changes nothing any more, and no other rank need wait for this one."""
@@ -213,13 +219,15 @@ class Stop:
 
     def _ask(self, number: int) -> None:
         self.asked, self._asked_at = number, time.monotonic()
-        if not self._over:
+        if (cause := self.failed()) is not None:  # and now the launcher ends those that are left
+            self.abort(str(cause))
+        elif not self._over:
             again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
             logger.warning(f"{Stopped(number).name}: the step is finished and saved, then the training ends{again}")
 
     def _agree(self) -> None:
         if self._lost is not None:
-            self._frozen = self.asked is not None  # the main thread raises it at its next point
+            self._frozen = self._frozen or self.asked is not None  # the main thread raises it at its next point
             return
         if self._store is None:
             if self.asked is not None and not self._frozen:
@@ -256,7 +264,7 @@ class Stop:
     def _end_process(self, text: str, in_order: bool) -> None:
         code = 128 + (self.asked or signal.SIGTERM)
         threading.Timer(LAST_WORDS, os._exit, (code,)).start()  # should even the log be stuck
-        logger.critical(text)
+        logger.bind(only=None if self.failed() is None else "file").critical(text)  # then it was said by another rank
         self.give_up(in_order)
         for child in psutil.Process().children(recursive=True):
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fasttrain.finite import Finite
 from fasttrain.precision import autocast
 from fasttrain.state import State
 from fasttrain.transfer import Batch
@@ -68,6 +70,8 @@ class Update:
         dtype: of the forward pass; float16 gets a gradient scaler, None computes in float32.
         accumulate: batches for one step; an epoch's last step may have fewer.
         clip_norm: largest norm of the true gradient; None does not clip.
+        on_nan: what follows from a loss or gradient that is not finite: stop or skip (finite.py).
+        names: the file names of some samples, to tell them then.
         scaler: to use in place of torch's; for the tests.
     """
 
@@ -81,15 +85,20 @@ class Update:
         dtype: torch.dtype | None,
         accumulate: int = 1,
         clip_norm: float | None = None,
+        on_nan: str = "stop",
+        names: Callable[[list[int]], list[str]] | None = None,
         scaler: Any = None,
     ) -> None:
         self.model, self.optimizer, self.schedule, self.device = model, optimizer, schedule, device
         self.dtype, self.accumulate, self.clip_norm = dtype, accumulate, clip_norm
         self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
-        self.params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.scaled = dtype is torch.float16
+        self.finite = Finite(model, optimizer, device, on_nan, self.scaled, names)
         self.step, self.lr = 1, schedule(0)  # number, from 1, and rate of the step that the current batch belongs to
         self.stepped = False  # whether the last batch ended a step; between, gradients are half gathered
         self._due, self._parts = True, 1
+        self._epoch, self._ends = 0, False  # of the current batch: its epoch, whether it is the last one
+        self._max_steps: int | None = None
         self._autocast = autocast(device, dtype)
 
     def forward(self, batch: Batch) -> AbstractContextManager[Any]:
@@ -97,31 +106,42 @@ class Update:
         first = batch.number - batch.number % self.accumulate
         last = min(first + self.accumulate - 1, batch.last)
         self._due, self._parts = batch.number == last, last - first + 1
+        self._epoch, self._ends = batch.epoch, batch.number == batch.last
+        self.finite.begin(batch, batch.number == first)
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = self._due  # what DDP's no_sync() sets; read by its forward pass
         return self._autocast
 
     def batches_left(self, state: State, max_steps: int | None) -> int | None:
         """Batches until the optimizer step at which to stop; None: no such step is set."""
+        self._max_steps = max_steps
         return None if max_steps is None else (max_steps - state.step) * self.accumulate
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of this batch; the mean over the batches of the step."""
-        self.scaler.scale(loss / self._parts if self._parts > 1 else loss).backward()
+        self.finite.backward(self.scaler.scale(loss / self._parts if self._parts > 1 else loss))
 
     def step_if_due(self, state: State) -> bool:
-        """After the last batch of a step: unscale, clip, set the rate, step, zero. True if a step was taken."""
+        """After the last batch of a step: unscale, clip, set the rate, step, zero. True if a step was due.
+
+        Raises:
+            UserError: the loss or the gradients are not finite, and ``train.on_nan`` does not bear it.
+        """
         self.step, self.lr = state.step + 1, self.schedule(state.step)
         self.stepped = self._due
         if not self._due:
             return False
-        if self.clip_norm is not None:
+        if self.clip_norm is not None or self.scaled:
             self.scaler.unscale_(self.optimizer)  # so that the norm is that of the true gradients
-            nn.utils.clip_grad_norm_(self.params, self.clip_norm)
+        bad = self.finite.check()
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.finite.params, self.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
-        self.scaler.step(self.optimizer)
+        if not bad:
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         state.step += 1
+        self.finite.note(state.step, self._epoch, self.lr, self._ends or state.step == self._max_steps)
         return True

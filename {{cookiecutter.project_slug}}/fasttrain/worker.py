@@ -25,6 +25,7 @@ from fasttrain.logs import WorkerLog
 from fasttrain.sampler import BatchKey
 from fasttrain.slots import Misfit, Slot, Slots
 from fasttrain.transfer import Bad, Batch
+from fasttrain.watchdog import die_with_parent
 
 VALIDATION_EPOCH = (1 << 40) - 1  # validation draws, should there be any, are the same each time
 TRIES = 20  # samples drawn in the place of a bad one
@@ -196,6 +197,7 @@ class WorkerInit:
         self.seed, self.rank, self.worker_log = seed, rank, worker_log
 
     def __call__(self, worker: int) -> None:
+        die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the training process decides
         signal.signal(signal.SIGTERM, _end_soon)
         if hasattr(signal, "SIGUSR1"):

@@ -12,7 +12,7 @@ from loguru import logger
 
 from fasttrain import saver
 from fasttrain.slots import CudaPinning
-from fasttrain.snapshot import Saver, Skeleton, Snapshot
+from fasttrain.snapshot import Saver, Skeleton, Snapshot, is_finite
 
 Answers = dict[str, dict[str, Any]]
 
@@ -62,13 +62,22 @@ class Writer:
         if self._snapshot is None or self._snapshot.size < skeleton.size:
             self._make(skeleton.size)
         if self._snapshot is None or self._saver is None:
+            if not all(map(is_finite, skeleton.tensors)):
+                done(_refused(files))
+                return
             sizes = [size for _, size in skeleton.records]
             done(saver.answer(str(self.folder), files, skeleton.bytes, sizes, skeleton.contents))
             return
         self._snapshot.take(skeleton)
+        kinds = [tensor.dtype for tensor in skeleton.tensors]
         skeleton.tensors = []  # they are the training's
-        write = self._saver.write
-        self._start(lambda: done(write(self.folder, files, skeleton)))
+        snapshot, write = self._snapshot, self._saver.write
+
+        def work() -> None:
+            good = snapshot.is_finite(skeleton.records, kinds)
+            done(write(self.folder, files, skeleton) if good else _refused(files))
+
+        self._start(work)
 
     def wait(self) -> None:
         """Until nothing is under way."""
@@ -109,3 +118,7 @@ class Writer:
 
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
+
+
+def _refused(files: Sequence[tuple[str, str | None]]) -> Answers:
+    return {name: {"error": "there is NaN or infinity in it"} for name, _ in files}

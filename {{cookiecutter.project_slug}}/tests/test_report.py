@@ -300,13 +300,15 @@ def test_the_page_is_used_by_keyboard(tmp_path: Path, chrome: Chrome) -> None:
     else:
         pytest.fail("the loss chart is not reached")
     assert chrome.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    value = "document.querySelector('#loss output').textContent"
+    value = "document.querySelector('#loss .value').textContent"
     last = chrome.run(value)
     chrome.press("Home", 36)
     first = chrome.run(value)
     chrome.press("End", 35)
     assert float(first) > float(chrome.run(value)) == float(last)
     assert chrome.run("document.querySelector('#speed .cursor').hidden") is False  # the charts share one cursor
+    spoken = chrome.run("document.querySelector('[role=status]').textContent")
+    assert spoken.startswith(chrome.run("document.querySelector('#loss .when').textContent") + ": training ")
     chrome.press("Escape", 27)
     assert chrome.run("document.querySelector('#speed .cursor').hidden") is True
 

@@ -643,3 +643,14 @@ def test_mutated_files_and_arguments_load_or_are_refused(tmp_path: Path) -> None
 def test_reading_settings_imports_no_torch() -> None:
     code = "import sys, fasttrain.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT).returncode == 0
+
+
+def test_the_presets_of_the_readme_are_settings_that_load() -> None:
+    text = (FILE.parent / "README.md").read_text()
+    block = text.partition("### Presets")[2].partition("```")[2].partition("```")[0]
+    presets = [line.partition("train.py ")[2].split() for line in block.split("\n") if line]
+    assert len(presets) == 4
+    for overrides in presets:
+        plain = load(Config, FILE, [])[1]
+        changed = load(Config, FILE, overrides)[1]
+        assert sum(plain[section] != changed[section] for section in plain) > 0, overrides

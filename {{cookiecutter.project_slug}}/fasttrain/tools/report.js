@@ -85,6 +85,8 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   const now = chart.at === null ? chart.end / 2 : chart.at;
   show(Math.min(chart.end, Math.max(0, now + steps[event.key] * chart.end)));
+  const words = [...chart.outputs].map((output) => output.parentElement.textContent.trim());
+  document.getElementById("spoken").textContent = `${chart.when.textContent}: ${words.join(", ")}`;
 });
 document.addEventListener("focusout", (event) => { if (stageOf(event)) show(null); });
 

@@ -15,6 +15,7 @@ import numpy as np
 from fasttrain.errors import UserError
 from fasttrain.tools.markup import Markup, data, join, tag
 from fasttrain.tools.report_data import Floats, Line
+from fasttrain.tools.report_parts import swatch
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24  # pixels around the plot
 WIDE, NARROW = 1180, 384  # pixels of a whole chart; 384 fits a phone, and three of them a desktop
@@ -109,7 +110,7 @@ def _specification(chart: Chart, span: Span, width: int, height: int) -> dict[st
         "scale": {"domain": [0, max(span.end / scale, 1e-6)], "nice": False},
         "axis": {**grid, "grid": False, "tickCount": width // 90, "labelExpr": f"datum.label + ' {name}'"},
     }
-    bounds = {"zero": chart.zero, **({} if chart.top is None else {"domain": [0, chart.top]})}
+    bounds = {"zero": chart.zero or _flat(chart), **({} if chart.top is None else {"domain": [0, chart.top]})}
     form = {} if _largest(chart) < 1e4 else {"format": "~s"}
     y = {
         "field": "y",
@@ -182,6 +183,11 @@ def _short(value: float) -> float | None:
     return float(f"{value:.5g}") if np.isfinite(value) else None
 
 
+def _flat(chart: Chart) -> bool:
+    """All values are one and the same: an axis around it would have nothing to show."""
+    return len({float(value) for line in chart.lines for value in line.y if np.isfinite(value)}) < 2
+
+
 def _largest(chart: Chart) -> float:
     return max((float(np.nanmax(np.abs(line.y))) for line in chart.lines if len(line.y)), default=0.0)
 
@@ -189,16 +195,12 @@ def _largest(chart: Chart) -> float:
 def _legend(chart: Chart) -> Markup:
     """Names, each with its last value, in whose place report.js puts the one under the cursor."""
     items = [
-        tag("li", _swatch(line.colour), tag("span", line.name), tag("output", _at(line, np.inf), class_="value"))
+        tag("li", swatch(line.colour), tag("span", line.name), " ", tag("span", _at(line, np.inf), class_="value"))
         for line in chart.lines
     ]
     if chart.rules:
         items.append(tag("li", tag("span", class_="dashes"), tag("span", chart.rule)))
     return tag("ul", *items, class_="legend")
-
-
-def _swatch(colour: str) -> Markup:
-    return tag("span", class_=f"swatch bg-{colour}", aria_hidden="true")
 
 
 def _labelled(drawn: str, words: str) -> Markup:
@@ -235,7 +237,14 @@ def _table(chart: Chart, span: Span) -> Markup:
         tag("tr", tag("th", span.say(moment), scope="row"), *(tag("td", _at(line, moment)) for line in chart.lines))
         for moment in moments
     ]
-    return tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="scroll", tabindex="0")
+    return tag(
+        "div",
+        tag("table", tag("thead", head), tag("tbody", *rows)),
+        class_="scroll",
+        tabindex="0",
+        role="region",
+        aria_label="Numbers",
+    )
 
 
 def _at(line: Line, moment: float) -> str:

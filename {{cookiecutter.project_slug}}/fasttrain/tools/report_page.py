@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from fasttrain.tools import report_curves as curves
 from fasttrain.tools import report_sections as sections
 from fasttrain.tools.markup import Markup, tag
 from fasttrain.tools.report_charts import Span
@@ -35,9 +36,9 @@ def page(runs: Sequence[RunData], live: float | None = None) -> str:
     body = [
         sections.verdict(runs),
         sections.tiles(runs[0]) if len(runs) == 1 else sections.side_by_side(runs),
-        sections.time(runs, span),
-        sections.learning(runs, span),
-        sections.machine(runs, span),
+        curves.time(runs, span),
+        curves.learning(runs, span),
+        curves.machine(runs, span),
         sections.compared(runs),
         sections.settings(runs),
     ]
@@ -57,6 +58,7 @@ def page(runs: Sequence[RunData], live: float | None = None) -> str:
         _header(runs, title, live),
         _navigation(runs, body[5] is not None),
         tag("main", *body, id="main"),
+        tag("p", role="status", id="spoken", class_="unseen"),
         tag("script", Markup(script)),
         data_live=None if live is None else f"{live:g}",
     )

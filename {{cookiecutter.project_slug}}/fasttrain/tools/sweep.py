@@ -211,7 +211,6 @@ def main() -> None:
         cfg, saved = settings.load(project.module("config").Config, project.HOME / "config.yaml", plan["overrides"])
         with start(saved, cfg.run, None, project.HOME) as run:
             lab = Lab(cfg, run, plan["seconds"])
-            run.training = True  # from here on an error is this rank's own
             sweep(lab, Told(Path(plan["out"]) if run.is_main else None), plan)
 
 
