@@ -213,7 +213,10 @@ def test_a_wrong_setting_is_said_once_under_torchrun(project: Path, images: Path
     run = tmp_path / "run"
     code, output = python(run, *TORCHRUN, str(project / "train.py"), *settings(images, run, "data.batch_size=0"))
     assert code != 0
-    assert sum("data.batch_size=0: expected" in line for line in output.splitlines()) == 1, output
+    ours, report, root = output.rpartition("Root Cause")  # of torchrun's report, with which the console ends
+    assert report, output
+    assert sum("data.batch_size=0: expected" in line for line in ours.splitlines()) == 1, output
+    assert "data.batch_size=0: expected" in root, output
 
 
 def test_a_failing_rank_ends_both(project: Path, images: Path, tmp_path: Path) -> None:
