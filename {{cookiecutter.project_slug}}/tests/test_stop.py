@@ -28,6 +28,7 @@ class Rank:
         self.stop._here, self.there = socket.socketpair()
         self.stop._before = {signal.SIGTERM: None, signal.SIGINT: None}
         self.stop._training = True
+        setattr(self.stop, "_end_process", lambda text, in_order: self.stop.abort(text))  # noqa: B010  # not this one's
         self.rank, self.draw = rank, random.Random(rank)
         self.ended: int | None = None
         self.error: BaseException | None = None
@@ -93,11 +94,13 @@ def test_all_ranks_end_at_the_same_point_and_rank_0_saves_there(
 
 
 def test_a_rank_that_is_done_does_not_hold_up_the_others(ranks: list[Rank]) -> None:
-    """The signal comes while the first ranks have passed the last point already."""
+    """The signal comes when the first ranks have passed the last point already."""
     for rank in ranks[:2]:
         rank.stop._thread.start()
         rank.train(None, 5)
         rank.stop.over()
+        rank.stop._closed.set()  # and gone
+        rank.stop._thread.join()
     ranks[2].stop._thread.start()
     ranks[2].signal()
     while not ranks[2].stop._frozen:
