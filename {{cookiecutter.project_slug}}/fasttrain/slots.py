@@ -69,7 +69,14 @@ def field_of(value: Any) -> Field | None:
     for kind, field in _NUMBERS.items():
         if isinstance(value, kind):
             return field
+    if is_later(value):
+        return Field(tuple(value.shape), value.dtype)
     return None
+
+
+def is_later(value: Any) -> bool:
+    """Whether it is yet to be made, see `worker.Later`."""
+    return hasattr(value, "write") and hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def fields_of(sample: Any) -> tuple[Field, ...] | str:

@@ -23,7 +23,7 @@ from fasttrain.effort import Meter, UsageClock
 from fasttrain.errors import UserError
 from fasttrain.logs import WorkerLog
 from fasttrain.sampler import BatchKey
-from fasttrain.slots import Misfit, Slot, Slots
+from fasttrain.slots import Misfit, Slot, Slots, is_later
 from fasttrain.transfer import Bad, Batch
 from fasttrain.watchdog import die_with_parent
 
@@ -72,12 +72,20 @@ class Stack:
         self.samples: list[Any] = []
 
     def put(self, sample: Any, index: int) -> None:
+        if isinstance(sample, (tuple, list)) and any(map(is_later, sample)):
+            sample = tuple(_made(item) if is_later(item) else item for item in sample)
         self.samples.append(sample)
 
     def tensors(self) -> Any:
         """In a worker default_collate writes into new shared memory."""
         tensors = default_collate(self.samples) if self.samples else ()
         return tuple(tensors) if isinstance(tensors, list) else tensors  # what it makes of a tuple
+
+
+def _made(item: Later) -> np.ndarray:
+    out = np.empty(item.shape, item.dtype)
+    item.write(out)
+    return out
 
 
 class Samples(Dataset[Any]):

@@ -274,7 +274,7 @@ class Stored(Dataset[Any]):  # as one would read HDF5 or TFRecord
     def original(self, index): return np.full((30, 40, 3), index, np.uint8), index % 2
     def __getitem__(self, index):
         image, label = self.original(index)
-        return transform(images.Picture.of(image), self.cfg, self.train), label
+        return images.finished(transform(images.Picture.of(image), self.cfg, self.train)), label
 
 
 def build(cfg, seed): return Datasets(Stored(cfg, True), Stored(cfg, False), ["even", "odd"])

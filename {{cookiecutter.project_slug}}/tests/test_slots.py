@@ -248,6 +248,25 @@ def test_what_a_sample_leaves_unfinished_is_made_in_its_place_after_others_are_d
     assert places == [images.data_ptr() + row * images[0].nbytes for row in range(6)]
 
 
+class Careless(Stamped):
+    """Gives out from [index] what is yet to be made; `words` make it unfit for slots."""
+
+    def __init__(self, words: bool) -> None:
+        super().__init__()
+        self.words = words
+
+    def __getitem__(self, index: int) -> Any:
+        sample = Made(index + 100, []), index
+        return (*sample, "text") if self.words else sample
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_what_is_yet_to_be_made_may_come_from_the_index_too(words: bool) -> None:
+    (batch,) = make(Careless(words), workers=0, batch_size=4, shuffle=False).train(0, limit=1)
+    assert batch.tensors[0][:, 299].tolist() == [1100, 1101, 1102, 1103]
+    assert batch.tensors[1].tolist() == [0, 1, 2, 3]
+
+
 def test_an_unfinished_item_of_another_size_is_named_with_both() -> None:
     feed = make(Unfinished(other=8), workers=0, on_error="skip")
     with pytest.raises(UserError, match=r"sample 8: item 0 is int64 \[200\], but the first sample's is int64 \[300\]"):
