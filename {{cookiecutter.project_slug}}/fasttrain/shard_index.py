@@ -137,7 +137,7 @@ def _members(file: IO[bytes], shard: Shard) -> Iterator[dict[str, Any]]:
     with tarfile.open(fileobj=_Careful(file), mode="r:") as tar:  # type: ignore[call-overload]
         for member in tar:
             tar.members = []  # else it would keep all of them
-            if member.offset <= before:
+            if member.offset <= before:  # older Pythons follow a negative size
                 raise ValueError("its headers lead in a circle")
             before = member.offset
             meta = member.name.rpartition("/")[2].startswith("__")  # the library's rule for what is no sample
