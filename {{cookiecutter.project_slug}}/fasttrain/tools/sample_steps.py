@@ -18,11 +18,16 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from fasttrain import images, packed, seeding, slots, worker
+from fasttrain import images, listing, packed, seeding, shards, slots, worker
 
 REST = "everything else"
 OWN: tuple[tuple[Any, str, str], ...] = (
     (images, "load", "read the file"),
+    (listing.Listing, "content", "read the file"),
+    (listing.Listing, "picture", "read the file"),
+    (shards.Sharded, "content", "read from the shard"),
+    (packed.Stored, "content", "read the store"),
+    (packed.Stored, "picture", "read the store"),
     (images.Picture, "pixels", "decode"),
     (images, "crop", "crop and resize"),
     (images, "random_resized_crop", "draw the crop"),
