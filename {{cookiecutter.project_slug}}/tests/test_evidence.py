@@ -30,7 +30,7 @@ from fasttrain.history import Rank
 from fasttrain.looks import Looks, place
 from fasttrain.records import BatchRecord
 from fasttrain.tools import judge as tool
-from fasttrain.verdicts import RECENT, LiveVerdict
+from fasttrain.verdicts import RECENT, Follower, LiveVerdict
 from fasttrain.watch import Watch
 from fasttrain.window import Window
 
@@ -260,6 +260,7 @@ def test_the_live_verdict_reads_the_other_ranks_while_they_write(tmp_path: Path)
     live.batches(own.records)
     live.draw(10.0)
     _write(tmp_path, late, len(late.records))
+    live.batches([])
     live.draw(11.0)
     assert "rank 1" not in (live.says or ""), "a few seconds lie between two judgements"
     live.batches([])
@@ -267,6 +268,16 @@ def test_the_live_verdict_reads_the_other_ranks_while_they_write(tmp_path: Path)
     found = live.verdict(RECENT).findings[0]
     assert (found.cause, found.rank) == ("slow_rank", 1)
     assert "rank 1 is late" in (live.says or "")
+
+
+def test_a_line_that_is_half_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    rank = Training().rank(1)
+    follower = Follower(tmp_path, 1)
+    follower.read()  # nothing is there yet
+    for records, cut in ((10, True), (10, False), (200, True), (200, False)):
+        _write(tmp_path, rank, records, cut)
+        follower.read()
+    assert [record.step for record in follower.kept.records] == [record.step for record in rank.records]
 
 
 def test_the_verdict_stands_on_the_dashboard() -> None:
