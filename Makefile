@@ -24,7 +24,7 @@ endef
 # $(call project,FOLDER,GOAL): a goal of the project's own Makefile, in this environment.
 project = venv=`cd "$(VENV)" && pwd` && $(MAKE) --no-print-directory -C "build/$(1)/$(SLUG)" $(2) VENV="$$venv"
 
-.PHONY: help env demo test lint overhead startup clean
+.PHONY: help env demo test lint bench overhead startup clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  */\1 | /p' Makefile | awk -F ' [|] ' '{ printf "make %-8s %s\n", $$1, $$2 }'
@@ -67,6 +67,21 @@ lint: env  ## style and types of the template and the project
 	@"$(PY)" -m ruff check --no-cache . && "$(PY)" -m ruff format --no-cache --check .
 	@"$(PY)" -m mypy --cache-dir=build/mypy
 	+@$(call project,lint,lint)
+
+# Photos of your own: make bench PHOTOS=/path/with/small/and/camera (each with train/<class>/*.jpg). A peer that can't be
+# installed here is said once and then listed as not installed. FFCV is compiled: it needs a C++ compiler, pkg-config,
+# libopencv-dev and libturbojpeg0-dev (Debian, Ubuntu).
+PHOTOS ?= build/photos
+bench: env  ## this project beside its peers, 20 minutes; WRITE=1 keeps it
+	$(call bake,bench)
+	@if ! cmp -s benchmarks/peers.txt "$(VENV)/peers.installed"; then \
+	    while read -r peer; do \
+	        echo "bench: installing $$peer"; \
+	        "$(PY)" -m pip install -qq --disable-pip-version-check $$peer || echo "bench: $$peer can't be installed here" >&2; \
+	    done <benchmarks/peers.txt; \
+	    cp benchmarks/peers.txt "$(VENV)/peers.installed"; \
+	fi
+	@"$(PY)" -m benchmarks.run --photos "$(PHOTOS)" --project "build/bench/$(SLUG)" $(if $(WRITE),--write) $(ARGS)
 
 # Peers that can't be installed here are named as missing in the table.
 overhead: env  ## what a step costs beside bare PyTorch, Lightning, Accelerate, TraceML (8 minutes; WRITE=1 keeps it)

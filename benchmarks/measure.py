@@ -110,8 +110,7 @@ def main(mode: str, peer: str, asked: dict[str, Any]) -> dict[str, Any]:
     if (lacking := missing(peer)) is not None:
         return {"missing": lacking}
     module = importlib.import_module(f"benchmarks.peers.{peer}")
-    paths = {name: Path(asked["work"].pop(name)) for name in ("photos", "data", "project")}
-    work = Work(**paths, **{name: tuple(v) if isinstance(v, list) else v for name, v in asked["work"].items()})
+    work = Work.read(asked["work"])
     if mode == "speed":
         return speed(module.batches(work), asked["seconds"])
     began = time.perf_counter()

@@ -13,8 +13,8 @@ import random
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from PIL import Image
 
@@ -22,7 +22,8 @@ PACKAGES = ("plasma-workspace-wallpapers", "mate-backgrounds", "ukui-wallpapers"
 QUALITIES = (75, 85, 90, 93, 95, 97, 98)
 
 
-class Kind(NamedTuple):
+@dataclass(frozen=True)
+class Kind:
     """Width and height in pixels, bytes that a file should reach, and how many there are."""
 
     size: tuple[int, int]

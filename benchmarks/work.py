@@ -37,6 +37,13 @@ class Work:
     scale: tuple[float, float] = (0.08, 1.0)
     flip: float = 0.5
 
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Work:
+        """From what `json` made of `dataclasses.asdict`."""
+        paths = {name: Path(fields[name]) for name in ("photos", "data", "project")}
+        least, most = fields["scale"]
+        return cls(**{**fields, **paths, "scale": (least, most)})
+
     def with_data(self, data: Path) -> Work:
         return dataclasses.replace(self, data=data)
 

@@ -23,12 +23,12 @@ else:
 # Every file of a project. A new one is added here, so that none comes or goes unseen.
 TOP = ".gitignore LICENSE Makefile README.md config.py config.yaml data.py model.py pyproject.toml train.py"
 FASTTRAIN = """
-    __init__ __main__ checkpoint clock dashboard dashboard_panel effort errors evidence facts feed
-    findings folder gauges graph history host images judge judge_data judge_growth judge_ranks
-    judge_step keeper listing lmdb_file logs looks machine metrics names observe overrides packed
-    parallel parts precision profile records remote resume run sampler saver seeding settings
-    settings_file shapes shard_index shards sinks skips slots snapshot stand_in state stop supply
-    tensorboard transfer typed update verdicts warm watch window worker writer
+    __init__ __main__ checkpoint clock dashboard dashboard_panel effort errors evidence facts failures
+    feed findings finite folder gauges graph history host images inject join judge judge_data
+    judge_growth judge_ranks judge_step keeper listing lmdb_file logs looks machine metrics names
+    observe overrides packed parallel parts precision profile records remote resume run sampler saver
+    seeding settings settings_file shapes shard_index shards sinks skips slots snapshot stand_in state
+    stop supply tensorboard transfer typed update verdicts warm watch watchdog window worker writer
 """
 TOOLS = """
     __init__ batch_size bench check_data check_image checks compare doctor edit_settings evaluate
@@ -39,13 +39,14 @@ TOOLS = """
 PAGE = "report.css report.js"
 LAUNCH = "kubernetes.yaml one_machine.sh several_machines.sh slurm.sbatch"
 TESTS = """
-    bench check_data checkpoint compare dashboard data device doctor edit_settings evidence feed folder
-    fuzz gauges images judge keeper logs model pack packed preemption profile profile_data records
-    report sampler saver search seeding settings shapes shards skips slots state stop tour training
-    transfer tune update warm watch
+    bench check_data checkpoint compare dashboard data device doctor edit_settings evidence examples
+    failures feed finite folder fuzz gauges images join judge keeper logs model pack pack_faults packed
+    preemption profile profile_data records report sampler saver search seeding settings shapes shards
+    skips slots soak state stop tour training transfer tune update warm watch
 """
 TEST_HELPERS = """
-    chrome conftest fuzz fuzz_changes fuzz_checkpoint fuzz_data fuzz_settings planted plants simulated
+    chrome conftest faults fuzz fuzz_changes fuzz_checkpoint fuzz_data fuzz_settings planted plants
+    simulated soak
 """
 FILES = {
     *TOP.split(),

@@ -57,8 +57,8 @@ def transform(image: images.Picture, cfg: Data, train: bool) -> Image:
         pixels = torch.from_numpy(image.pixels().copy()).permute(2, 0, 1)
         return augment(pixels).permute(1, 2, 0).numpy()
 
-    and with albumentations `return augment(image=image.pixels())["image"]`. What can be done for a whole batch at once,
-    as mixup in `Prepare`, is better done on the device: here it costs a core.
+    and with albumentations `return augment(image=image.pixels())["image"]`, after seeding its own generators: README.md
+    shows both. What can be done for a whole batch at once, as mixup in `Prepare`, is better done on the device.
 
     The crops are returned as they are drawn, to be made later. To go on with one here, take its pixels:
     `pixels = images.random_resized_crop(...).pixels()`.

@@ -14,7 +14,6 @@ def batches(work: Work) -> Iterator[Any]:
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
 
-    @pipeline_def(batch_size=work.batch, num_threads=work.workers, device_id=None)  # type: ignore[misc]
     def pipeline() -> Any:
         jpegs, labels = fn.readers.file(file_root=str(work.data), random_shuffle=True, name="photos")
         crops = fn.decoders.image_random_crop(
@@ -23,7 +22,7 @@ def batches(work: Work) -> Iterator[Any]:
         small = fn.resize(crops, resize_x=work.size, resize_y=work.size, interp_type=types.INTERP_LINEAR)
         return fn.flip(small, horizontal=fn.random.coin_flip(probability=work.flip)), labels
 
-    pipe = pipeline()
+    pipe = pipeline_def(batch_size=work.batch, num_threads=work.workers, device_id=None)(pipeline)()
     pipe.build()
     loader: Any = DALIGenericIterator(
         [pipe], ["image", "label"], reader_name="photos", last_batch_policy=LastBatchPolicy.DROP, auto_reset=True

@@ -22,7 +22,7 @@ def find(side: Side, settings: Mapping[str, Any]) -> list[Finding]:
     if sure < SURE:
         return []
     supply = supply_of(side, share, sure, late)
-    for cause in (_no_workers, _epoch_start, _slow_worker, _jitter, _hand_over, _quota, _collate, _disk, _few_workers):
+    for cause in (_no_workers, _epoch_start, _quota, _slow_worker, _jitter, _hand_over, _collate, _disk, _few_workers):
         if cause is _hand_over and supply.enough and crowded(side):
             return []  # it would do, had other processes not taken the cores: they are named elsewhere
         if (found := cause(supply, settings)) is not None:

@@ -228,8 +228,8 @@ def _other(side: Side, settings: Mapping[str, Any]) -> Finding | None:
 def _other_processes(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     """The training thread stands in the queue for a core, and it is not this training that fills the cores."""
     cores = int(side.loader.get("cores") or 0)
-    if side.thread is None or not cores or side.thread[0] < 2.0:
-        return None
+    if side.thread is None or not cores or side.thread[0] < 2.0 or side.loader.get("quota"):
+        return None  # under a quota the queue is its doing, and the gauges tell of the whole machine
     queued = side.thread[2] / side.thread[0]
     used = [(g["time"], g["process_cpu"], g["cpu"]) for g in side.gauges if "process_cpu" in g and "cpu" in g]
     if queued < QUEUED or len(used) < 3:

@@ -118,8 +118,8 @@ class Keeper:
         free, needed = shutil.disk_usage(self.directory).free, 3 * writer.prepare(self._content({}))
         if free < needed:
             self._warn(
-                f"{self.directory}: {free / 1e9:,.2f} GB are free, but {BEST}, {LAST} and the one being written take "
-                f"{needed / 1e9:,.2f} GB: saves may fail"
+                f"{self.directory}: {free / 1e6:,.1f} MB are free, but {BEST}, {LAST} and the one being written take "
+                f"{needed / 1e6:,.1f} MB: saves may fail"
             )
 
     def _save(self, names: tuple[str, ...], metrics: Mapping[str, float], watch: Watch) -> None:

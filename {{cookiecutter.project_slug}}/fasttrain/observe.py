@@ -103,16 +103,24 @@ class Report:
             logger.info(f"stopped early: no better {name} for {state.epochs_without_gain} epochs")
         if self.run.is_main:
             logger.info(f"{state.step} steps; {self.totals}")
-            for line in self.verdict.verdict().lines():
-                logger.info(line)
+            self._say_verdict()
         if state.best is None or state.best_epoch is None:
             logger.warning(f"no finite {name} was reached: there is no best.pt")
             return
         best = self.run.dir / "best.pt"
-        where = best if best.exists() else f"no {best}, since nothing in this directory was better"
+        where = best if best.exists() else f"no {best}: nothing in this directory was better, or it could not be saved"
         logger.info(f"best {name} {state.best:.4f} in epoch {state.best_epoch + 1}: {where}")
         if best.exists():
             logger.info(f"next: python -m fasttrain evaluate {best}")
+
+    def _say_verdict(self) -> None:
+        try:
+            lines = self.verdict.verdict().lines()
+        except Exception as error:  # a fault of ours in judging is no reason for a finished training to fail
+            logger.opt(exception=error).warning(f"no verdict: {error}")
+            return
+        for line in lines:
+            logger.info(line)
 
     def _stopwatch(self, feed: Feed) -> Watch:
         run, wish = self.run, self.settings.profile

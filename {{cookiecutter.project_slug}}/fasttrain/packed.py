@@ -35,7 +35,7 @@ from fasttrain.images import ImageError, Picture
 from fasttrain.lmdb_file import FILE as FILE
 from fasttrain.lmdb_file import LmdbFileError
 
-FORMAT = 1
+FORMAT = 2
 ABOUT, INDEX, SUMS = b"\0about", b"\0index", b"\0sums"
 SHAPE = struct.Struct("<II")  # before raw pixels
 _LONGEST_KEY = 511  # bytes; LMDB's limit

@@ -5,6 +5,7 @@ Only a rank that is to be profiled gets this stopwatch; every other training run
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -88,6 +89,14 @@ class ProfilingWatch(Watch):
         elif self._done < self._start:
             logger.warning(f"no profile: profile.start={self._start}, but the run had {self._done} batches")
         super().close()
+
+    def abandon(self) -> None:
+        profiler, self._profiler, self._start = self._profiler, None, -1  # none begins any more
+        self._end_names(0)
+        if profiler is not None:
+            with contextlib.suppress(RuntimeError):  # a device in error
+                profiler.stop()  # left running it would crash the process at its exit
+        super().abandon()
 
     def _finish(self) -> None:
         ended = self._batch is not None

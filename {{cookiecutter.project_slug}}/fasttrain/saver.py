@@ -54,9 +54,9 @@ def write(
     Raises:
         OSError: the disk is full or can't be written; what stood there before is unharmed.
     """
-    need = len(skeleton) + sum(sizes) + 200 * len(sizes)
+    need = _need(skeleton, sizes)
     free = shutil.disk_usage(path.parent).free
-    if free < need * (1 + SPARE):
+    if free < need:
         raise OSError(f"{need / 1e6:,.1f} MB are to be written, {free / 1e6:,.1f} MB are free on the disk")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -78,6 +78,18 @@ def write(
         finally:
             os.close(folder)
     return size
+
+
+def _need(skeleton: bytes, sizes: Sequence[int]) -> float:
+    return (len(skeleton) + sum(sizes) + 200 * len(sizes)) * (1 + SPARE)
+
+
+def _make_room(path: Path, previous: Path, need: float) -> None:
+    """Where the disk is too full by it, the file before the last is given up: it is there only for a damaged one."""
+    if path.exists() and previous.exists():
+        free = shutil.disk_usage(path.parent).free
+        if free < need <= free + previous.stat().st_size:
+            previous.unlink()
 
 
 def _keep(path: Path, previous: Path) -> None:
@@ -129,6 +141,9 @@ def answer(
     """Write the files, each a name and that under which the file there before is kept. For each bytes and seconds, or
     the error."""
     done: dict[str, dict[str, Any]] = {}
+    for name, previous in files:
+        if previous is not None:
+            _make_room(Path(folder, name), Path(folder, previous), _need(skeleton, sizes))
     for name, previous in files:
         began = time.perf_counter()
         path = Path(folder, name)

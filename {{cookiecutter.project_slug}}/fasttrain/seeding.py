@@ -12,6 +12,7 @@ for the three together.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ import torch
 ORDER, SAMPLE, BATCH, WORKER, STEP, WEIGHTS, REPLACEMENT = range(1, 8)
 
 _MASK = (1 << 64) - 1
+_PYTHONS: Any = random.seed.__self__  # type: ignore[attr-defined]  # the generator behind the functions of `random`
 
 
 def mix(*parts: int, start: int = 0) -> int:
@@ -39,7 +41,8 @@ def mix(*parts: int, start: int = 0) -> int:
 def seed_all(*parts: int, start: int = 0) -> None:
     """Set Python's, NumPy's and torch's global generators (CUDA's too where CUDA is in use) from ``mix(*parts)``."""
     value = mix(*parts, start=start)
-    random.seed(value)
+    super(random.Random, _PYTHONS).seed(value)  # what random.seed(value) does, without looking at the kind of value
+    _PYTHONS.gauss_next = None
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():

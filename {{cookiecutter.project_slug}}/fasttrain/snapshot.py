@@ -155,7 +155,7 @@ class Snapshot:
                     f"{self.size / 1e6:,.0f} MB for checkpoints can't be pinned, saves pause longer: {error}"
                 )
             else:
-                end = weakref.finalize(self.bytes, pinning.unpin, address)
+                end = weakref.finalize(self, pinning.unpin, address)
                 end.atexit = False  # the driver may be gone by then, and the memory goes with the process
 
     def take(self, skeleton: Skeleton) -> None:

@@ -65,8 +65,15 @@ class Follower:
             return []
         whole = text[: text.rfind(b"\n") + 1]
         self._at[place] += len(whole)
-        rows = [json.loads(line) for line in whole.splitlines()]
-        return [row for row in rows if isinstance(row, dict)]
+        return [row for line in whole.splitlines() if (row := _row(line)) is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # damaged, as after a full disk
+        return None
+    return row if isinstance(row, dict) else None
 
 
 class LiveVerdict:

@@ -4,6 +4,8 @@
     make planted RUNS=2 ONLY=jitter,rank  kinds whose name contains one of these
     python tests/planted.py --help
 
+Copies and pinning can't be planted without a GPU: tests/test_judge.py judges them on paper.
+
 Prints a line a run and the confusion table. Exits with 1 if under 98 % of the faults are named, or over 1 % of the
 healthy windows accused.
 """

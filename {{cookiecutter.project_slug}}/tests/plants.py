@@ -1,7 +1,7 @@
 """Faults to plant in a training, and healthy trainings to leave alone: what the owner of the project would have done.
 
 Each is a set of settings and a few lines in a copy of data.py, model.py or train.py; fasttrain/ stays as it is. The
-device is played by `model.name=stand_in`, which takes 25 ms a step and no core.
+device is played by `model.name=stand_in`, which takes 50 ms a step and no core.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 BASE = (
     "model.name=stand_in",
-    "model.stand_in_ms=25",
+    "model.stand_in_ms=50",
     "data.image_size=32",
     "data.batch_size=8",
     "data.workers=2",
@@ -99,14 +99,14 @@ def before_training(lines: str) -> dict[str, str]:
 FORWARD = "    def forward(self, images: torch.Tensor) -> torch.Tensor:\n"
 THROTTLED_FILES = """
 class Throttled:
-    \"\"\"A file on a disk that gives 250 KB a second.\"\"\"
+    \"\"\"A file on a disk that gives 125 KB a second.\"\"\"
 
     def __init__(self, *arguments):
         self.file = builtins.open(*arguments)
 
     def read(self):
         found = self.file.read()
-        time.sleep(0.004 + len(found) / 250e3)
+        time.sleep(0.01 + len(found) / 125e3)
         return found
 
     def __enter__(self):
@@ -124,7 +124,7 @@ class Padded(dict):
     pass
 
 def pad(samples, *, collate_fn_map=None):
-    work(0.07)
+    work(0.14)
     return torch.stack([s["image"] for s in samples]), torch.tensor([s["label"] for s in samples])
 
 default_collate_fn_map[Padded] = pad
@@ -141,7 +141,7 @@ import logging, time
 class OnAShare(logging.FileHandler):
     def emit(self, record):
         super().emit(record)
-        time.sleep(0.015)  # until the share answers
+        time.sleep(0.03)  # until the share answers
 
 mine = logging.getLogger("mine")
 mine.propagate = False
@@ -152,7 +152,7 @@ MANY_PARAMETERS = """
 class StandIn(StandIn):
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.many = nn.ParameterList([nn.Parameter(torch.zeros(8, 8)) for _ in range(900)])
+        self.many = nn.ParameterList([nn.Parameter(torch.zeros(8, 8)) for _ in range(3000)])
 
     def forward(self, images):
         return super().forward(images) + torch.cat([*self.many]).sum() * 0
@@ -166,6 +166,19 @@ class StandIn(StandIn):
 
     def forward(self, images):
         return super().forward(images) + self.big[:1].sum() * 0
+"""
+FROM_MEMORY = """
+_ready = {}
+
+def _from_memory(self, index):
+    place = self.train, index % 50
+    if place not in _ready:
+        image, label = _plain(self, index % 8)
+        _ready[place] = images.finished(image), label
+    return _ready[place]
+
+Images.unfinished = _from_memory
+Images.__len__ = lambda self: 200_000 if self.train else 8
 """
 TINY_OPERATIONS = """
 
@@ -187,7 +200,7 @@ import os, time
 class StandIn(StandIn):
     def forward(self, images):
         if os.environ.get("RANK") == "1":
-            time.sleep(0.02)
+            time.sleep(0.04)
         return super().forward(images)
 """
 SLOW_NETWORK = """
@@ -197,80 +210,82 @@ import torch.distributed as dist
 def over_a_slow_network(state, bucket):
     summed = dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True).get_future()
     def wait(future):
-        time.sleep(0.04)
+        time.sleep(0.08)
         return future.value()[0]
     return summed.then(wait)
 """
 
 HOOK = "net.register_comm_hook(None, over_a_slow_network)"
 
+ONE_WORKER = ("data.workers=1",)
+
 PLANTS: dict[str, Plant] = {
-    "no workers": Plant("no_workers", 130, ("data.workers=0",), data=each_sample("work(0.003)")),
-    "too few workers": Plant("few_workers", 150, ("data.workers=1",), data=each_sample("work(0.0045)")),
-    "slow decode": Plant("transforms", 100, data=each_sample("work(0.012)")),
-    "slow disk": Plant("disk", 130, data=THROTTLED_FILES),
-    "heavy collate": Plant("collate", 150, data=PADDED),
+    "no workers": Plant("no_workers", 70, ("data.workers=0",), data=each_sample("work(0.006)")),
+    "too few workers": Plant("few_workers", 80, ONE_WORKER, data=each_sample("work(0.009)")),
+    "slow decode": Plant("transforms", 60, data=each_sample("work(0.024)")),
+    "slow disk": Plant("disk", 70, data=THROTTLED_FILES),
+    "heavy collate": Plant("collate", 80, data=PADDED),
     "one slow worker": Plant(
-        "slow_worker", 130, data=each_sample("time.sleep(0.012 if get_worker_info().id == 1 else 0.001)")
+        "slow_worker", 70, data=each_sample('time.sleep(0.024 if getattr(get_worker_info(), "id", 0) == 1 else 0.002)')
     ),
     "jitter": Plant(
-        "jitter", 160, ("data.prefetch_factor=2",), data=each_sample("time.sleep(0.3 if index % 61 == 0 else 0.0005)")
+        "jitter", 90, ("data.prefetch_factor=2",), data=each_sample("time.sleep(0.6 if index % 61 == 0 else 0.001)")
     ),
     "stall at epoch start": Plant(
         "epoch_start",
-        160,
+        120,
         ("data.persistent_workers=false",),
         data="_opened = set()\n"
-        + each_sample("if os.getpid() not in _opened:", "    time.sleep(0.2)", "    _opened.add(os.getpid())"),
+        + each_sample("if os.getpid() not in _opened:", "    time.sleep(0.5)", "    _opened.add(os.getpid())"),
         short_epochs=True,
     ),
-    "quota below workers": Plant("quota", 100, ("data.workers=4",), data=each_sample("work(0.004)"), cores=0.8),
+    "quota below workers": Plant("quota", 60, ("data.workers=4",), data=each_sample("work(0.008)"), cores=0.8),
     "blocking log sink": Plant(
-        "logging", 160, train=before_training(SLOW_SINK) | beside('mine.info("step %d", state.step)')
+        "logging", 80, train=before_training(SLOW_SINK) | beside('mine.info("step %d", state.step)')
     ),
     "saving in the loop": Plant(
-        "checkpoint", 100, model=BIG, train=beside('torch.save(net.state_dict(), run.dir / "mine.pt")')
+        "checkpoint", 60, model=BIG, train=beside('torch.save(net.state_dict(), run.dir / "mine.pt")')
     ),
     "slow optimizer": Plant(
         "optimizer",
-        100,
+        60,
         model=MANY_PARAMETERS,
         train={"build_optimizer(net, opt),": "torch.optim.Adam(net.parameters(), lr=opt.lr, foreach=False),"},
     ),
-    "long validation": Plant("validation", 100, short_epochs=True, model="", data="_val_fraction = None\n"),
+    "long validation": Plant("validation", 70, short_epochs=True),
     "work between steps": Plant(
-        "other", 140, train=beside("numbers = sorted(hash((i, i)) for i in range(40000))  # a statistic of one's own")
+        "other", 80, train=beside("numbers = sorted(hash((i, i)) for i in range(90000))  # a statistic of one's own")
     ),
     "tiny kernels": Plant("tiny_kernels", 300, model=TINY_OPERATIONS),
-    "slow rank": Plant("slow_rank", 130, model=SLOW_ON_RANK_1, processes=2, settings=("data.workers=1",), rank=1),
+    "slow rank": Plant("slow_rank", 70, ONE_WORKER, model=SLOW_ON_RANK_1, processes=2, rank=1),
     "slow data on a rank": Plant(
         "slow_rank",
-        130,
-        ("data.workers=1",),
-        data=each_sample('time.sleep(0.006 if os.environ.get("RANK") == "0" else 0.0005)'),
+        70,
+        ONE_WORKER,
+        data=each_sample('time.sleep(0.012 if os.environ.get("RANK") == "0" else 0.001)'),
         processes=2,
         rank=0,
     ),
     "slow network": Plant(
         "communication",
-        100,
-        ("data.workers=1",),
+        60,
+        ONE_WORKER,
         processes=2,
         train=before_training(SLOW_NETWORK) | {"    update = make_update(": f"    {HOOK}\n    update = make_update("},
     ),
     "memory grows": Plant(
         "memory",
-        320,
-        train=beside("kept.append(torch.ones(500_000))") | before_training("kept: list[torch.Tensor] = []"),
+        175,
+        train=beside("kept.append(torch.ones(600_000))") | before_training("kept: list[torch.Tensor] = []"),
     ),
     "memory grows in workers": Plant(
-        "memory", 320, data="_cache = []\n" + each_sample("_cache.append(np.ones(40_000))")
+        "memory", 175, data="_cache = []\n" + each_sample("_cache.append(np.ones(40_000))")
     ),
-    "files stay open": Plant("files", 320, data="_handles = []\n" + each_sample("_handles.append(open(__file__))")),
+    "files stay open": Plant("files", 175, data="_handles = []\n" + each_sample("_handles.append(open(__file__))")),
 }
 HEALTHY: dict[str, Plant] = {
-    "compute-bound": Plant(None, 500),
-    "balanced": Plant(None, 500, data=each_sample("work(0.002)")),
-    "tiny model": Plant(None, 14000, ("model.stand_in_ms=0", "data.image_size=8", "data.batch_size=4")),
-    "two ranks": Plant(None, 450, ("data.workers=1",), processes=2),
+    "compute-bound": Plant(None, 250),
+    "balanced": Plant(None, 250, data=each_sample("work(0.008)")),
+    "tiny model": Plant(None, 14000, ("model.stand_in_ms=0", "data.image_size=8"), data=FROM_MEMORY),
+    "two ranks": Plant(None, 240, ONE_WORKER, processes=2),
 }

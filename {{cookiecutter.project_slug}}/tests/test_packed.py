@@ -298,7 +298,7 @@ def about(store: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"format": 2}, "format 2, this project reads format 1"),
+        ({"format": 1}, "format 1, this project reads format 2"),
         ({"complete": False}, "not packed to its end"),
         ({"checksum": "0"}, "checksum differs"),
         ({"classes": ["one"]}, "labels outside"),

@@ -206,14 +206,17 @@ def test_a_step_that_never_ends_is_not_waited_for(start: Callable[..., Any], tmp
 
 LOGS_SAMPLES = """
 class Logged(Images):
-    def get_into(self, index, out):
-        if self.train and out[0] is not None:  # without a place: the sample that each start looks at first
+    def __getitem__(self, index):  # the sample that each start looks at first
+        image, label = super().unfinished(index)
+        return images.finished(image), label
+
+    def unfinished(self, index):
+        if self.train:
             with open(__import__("os").environ["SEEN"], "a") as file:
                 file.write(f"{index}\\n")
-        return super().get_into(index, out)
+        return super().unfinished(index)
 
-def _images(parts, files, cfg, train):
-    return Logged(files, cfg, train)
+Images = Logged
 """
 
 

@@ -58,6 +58,10 @@ class Streams:
         return tensors.clone()
 
 
+def profiling() -> bool:
+    return bool(vars(torch.autograd)["_profiler_enabled"]())
+
+
 def watch(folder: Path, streams: Any, steps: int = 2, start: int = 0) -> tuple[profile.ProfilingWatch, Sink]:
     sink = Sink()
     where = {"directory": folder, "rank": 0, "steps": steps, "start": start, "streams": streams}
@@ -86,6 +90,21 @@ def test_a_run_that_ends_early_leaves_what_there_is(tmp_path: Path) -> None:
     watched.close()
     assert "aten::add_" in (tmp_path / "profile0.txt").read_text()
     assert (sink.records, sink.events.count("profile")) == (3, 1)
+
+
+def test_a_training_that_fails_leaves_no_profiler_running(tmp_path: Path) -> None:
+    watched, sink = watch(tmp_path, None, steps=50)
+    for _ in watched.batches(batches(3)):
+        assert profiling()
+        break
+    watched.abandon()
+    assert not profiling()
+    assert sink.records == 1
+    watched, _ = watch(tmp_path, None, start=1)
+    loop = watched.batches(batches(3))
+    next(loop)
+    watched.abandon()  # in the batch after which the profile was to begin
+    assert not profiling()
 
 
 def test_a_profile_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:

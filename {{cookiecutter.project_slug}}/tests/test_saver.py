@@ -132,3 +132,31 @@ def test_it_gives_way_to_the_training(tmp_path: Path) -> None:
             assert psutil.Process(one.process.pid).nice() >= saver.NICE
     finally:
         one.close()
+
+
+class Pins:
+    """Stands for the device driver."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.pinned: dict[int, int] = {}
+
+    def pin(self, address: int, size: int) -> None:
+        if self.refuses:
+            raise RuntimeError("no more")
+        self.pinned[address] = size
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+
+def test_on_an_accelerator_the_memory_is_pinned_once_and_given_back(logged: list[str]) -> None:
+    pins = Pins()
+    snapshot = Snapshot(1000, pins)
+    assert pins.pinned == {snapshot.bytes.data_ptr(): 1000}
+    snapshot.take(Skeleton({"a": torch.ones(5)}))
+    del snapshot
+    assert pins.pinned == {}
+    assert Snapshot(1000, Pins(refuses=True)).size == 1000
+    assert len(logged) == 1
+    assert "can't be pinned" in logged[0]

@@ -33,3 +33,11 @@ def test_permutation_is_one_and_the_same() -> None:
     assert sorted(seeding.permutation(50, 1, 2).tolist()) == list(range(50))
     assert (seeding.permutation(50, 1, 2) == seeding.permutation(50, 1, 2)).all()
     assert (seeding.permutation(50, 1, 2) != seeding.permutation(50, 1, 3)).any()
+
+
+def test_pythons_generator_is_as_its_own_seed_sets_it() -> None:
+    random.seed(seeding.mix(1, 2))
+    random.gauss(0, 1)  # leaves a second number behind
+    expected = random.Random(seeding.mix(1, 2))
+    seeding.seed_all(1, 2)
+    assert [random.gauss(0, 1), random.random()] == [expected.gauss(0, 1), expected.random()]

@@ -79,6 +79,7 @@ def test_the_way_goes_from_no_workers_over_tune_and_pack_and_ends_in_a_table(
     rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in out.splitlines() if line.startswith("│")}
     assert [cell.strip() for cell in rows["data.workers"]] == ["0", "2", "2"]
     assert [cell.strip() for cell in rows["device busy"]] == ["40.0%", "40.0%", "99.0%"]  # of the second table
+    assert "device busy 40% -> 96% -> 99%, 3.0 times the images a second" in out
     before, tuned, packed, *held = played
     assert all("data.workers=0" in each and "seed=3" in each for each in played)
     assert before == tuned

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -85,11 +86,12 @@ def test_the_launcher_that_started_this_is_unknown_to_the_runs(monkeypatch: pyte
     assert str(HOME) in trials.environment()["PYTHONPATH"]
 
 
-def test_no_process_is_left_when_a_run_is_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ask", [True, False])
+def test_no_process_is_left_when_a_run_is_stopped(tmp_path: Path, ask: bool) -> None:
     child = "import subprocess,sys,time; p=subprocess.Popen([sys.executable,'-c','import time; time.sleep(600)']); "
     child += "print(p.pid, flush=True); time.sleep(600)"
     output = tmp_path / "output.txt"
-    with trials.started([sys.executable, "-c", child], output) as process:
+    with trials.started([sys.executable, "-c", child], output, ask) as process:
         while not output.read_text().endswith("\n"):
             time.sleep(0.01)
     assert process.poll() is not None
@@ -215,6 +217,12 @@ def test_ctrl_c_leaves_the_settings_and_the_folder_as_they_were(
     assert sorted(path.name for path in own_project.iterdir()) == ["config.yaml"]
 
 
+def test_sigterm_ends_it_as_ctrl_c_does() -> None:
+    with pytest.raises(SystemExit) as stopped:
+        tune.terminate(signal.SIGTERM, None)
+    assert stopped.value.code == 143
+
+
 def test_only_rank_0_drives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(tune, "tune", lambda *_: pytest.fail("rank 1 must not measure"))
@@ -242,11 +250,16 @@ Images.original = _slow
 """
 
 
+SHORT = "\nPAIRS, ROUNDS = 2, 0\n"  # each run costs its start
+
+
 def test_a_loader_that_sleeps_gets_workers_and_the_file_changes_in_that_line(
     changed_project: Callable[[str, str], Path], images: Path
 ) -> None:
     """The whole of it, in real runs. A sample costs time here and no core, so load doesn't change the result."""
     home = changed_project("data.py", SLOW)
+    with (home / "fasttrain/tools/search.py").open("a") as file:
+        file.write(SHORT)
     before = (home / "config.yaml").read_text().splitlines()
     settings = ["model.name=stand_in", "model.stand_in_ms=20", "data.batch_size=16", "data.image_size=24"]
     command = [sys.executable, "-m", "fasttrain", "tune", "--seconds", "0.5", *settings, f"data.path={images}"]
@@ -267,14 +280,15 @@ def test_a_loader_that_sleeps_gets_workers_and_the_file_changes_in_that_line(
     assert not (home / "runs").exists()
 
 
-def test_under_torchrun_all_ranks_are_measured(images: Path, tmp_path: Path) -> None:
+def test_under_torchrun_all_ranks_are_measured(changed_project: Callable[[str, str], Path], images: Path) -> None:
     """A device that takes longer than any loading: there is nothing to gain, and the file stays."""
+    home = changed_project("fasttrain/tools/search.py", SHORT)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fasttrain"]
     settings = [*QUICK, "model.name=stand_in", "model.stand_in_ms=100", f"data.path={images}", "data.workers=1"]
-    before = (HOME / "config.yaml").read_bytes()
+    before = (home / "config.yaml").read_bytes()
     done = subprocess.run(
         [sys.executable, *launcher, "tune", "--dry-run", "--seconds", "0.4", *settings],
-        cwd=HOME,
+        cwd=home,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -284,7 +298,7 @@ def test_under_torchrun_all_ranks_are_measured(images: Path, tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 processes" in done.stdout
     assert "img/s" in done.stdout
-    assert (HOME / "config.yaml").read_bytes() == before
+    assert (home / "config.yaml").read_bytes() == before
 
 
 def test_the_plan_reaches_the_sweep_as_it_is_and_its_failure_is_told(images: Path, tmp_path: Path) -> None:

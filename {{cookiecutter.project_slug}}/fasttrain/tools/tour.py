@@ -56,13 +56,12 @@ def main(arguments: Sequence[str]) -> int:
     with scratch("tour") as folder:
         for shown in tour(folder, options, console.print):
             console.print(shown)
-    console.print(DEFINITIONS)
     console.print(f"\nThe tour took {time.monotonic() - began:.0f} s; config.yaml is as it was, and nothing is left.")
     return 0
 
 
-def tour(folder: Path, options: argparse.Namespace, say: Say) -> list[Table]:
-    """All of it; the two tables of the way."""
+def tour(folder: Path, options: argparse.Namespace, say: Say) -> list[Table | str]:
+    """All of it; the two tables of the way, and what they come to."""
     say(f"A training that waits for its data, and what becomes of it. {machine.cores()} cores.\n")
     root = _photos(folder, options, say)
     typical = [*TYPICAL, f"data.path={root}", *options.overrides]
@@ -93,7 +92,8 @@ def tour(folder: Path, options: argparse.Namespace, say: Say) -> list[Table]:
     columns = [middle(outcome.before), middle(outcome.after or outcome.before), *after]
     named = {key: [outcome.values[key], *[outcome.changes.get(key, outcome.values[key])] * 2] for key in outcome.values}
     say("\nThe whole way\n")
-    return [_table("device sleeps", columns, named), _table("holds the interpreter", holding, {})]
+    tables = [_table("device sleeps", columns, named), _table("holds the interpreter", holding, {})]
+    return [*tables, _sum(columns), DEFINITIONS]
 
 
 def verdict(run: Path) -> list[str]:
@@ -108,6 +108,14 @@ def _table(title: str, runs: Sequence[Measured], named: dict[str, list[object]])
         shown.add_row(key, *("null" if value is None else str(value) for value in values))
     add_measures(shown, runs)
     return shown
+
+
+def _sum(runs: Sequence[Measured]) -> str:
+    first, last = runs[0], runs[-1]
+    times = last.images_per_second / first.images_per_second
+    return (
+        f"device busy {first.busy:.0%} -> {runs[1].busy:.0%} -> {last.busy:.0%}, {times:.1f} times the images a second"
+    )
 
 
 def _photos(folder: Path, options: argparse.Namespace, say: Say) -> Path:

@@ -30,7 +30,9 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORC
 OWN = (
     "resume=null",
     "checkpoint.every_minutes=1e6",
+    "checkpoint.every_steps=null",
     "dashboard.tensorboard=false",
+    "profile.steps=null",
     "train.early_stop=null",
     "train.epochs=100000",
 )
@@ -85,8 +87,12 @@ def environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def started(arguments: Sequence[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process and all it starts, ended with the block: asked first, killed after `GRACE` seconds."""
+def started(arguments: Sequence[str], output: Path, ask: bool = True) -> Iterator[subprocess.Popen[bytes]]:
+    """A process and all it starts, ended with the block.
+
+    Args:
+        ask: to end; killed after `GRACE` seconds. False: killed at once, where nothing of it is wanted.
+    """
     with output.open("wb") as file:
         process = subprocess.Popen(
             arguments,
@@ -99,12 +105,13 @@ def started(arguments: Sequence[str], output: Path) -> Iterator[subprocess.Popen
         try:
             yield process
         finally:
-            _end(process)
+            _end(process, ask)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], ask: bool) -> None:
     """No process of the group is left behind."""
-    for number in (signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)):
+    kill = getattr(signal, "SIGKILL", signal.SIGTERM)
+    for number in (signal.SIGTERM, kill) if ask else (kill,):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # all gone
             if hasattr(os, "killpg"):
                 os.killpg(process.pid, number)
@@ -149,7 +156,8 @@ class Runs:
         steps = f"train.max_steps={MOST_STEPS}"
         settings = [*self.overrides, *OWN, steps, *changes, f"run.dir={directory}"]
         arguments = command([str(project.HOME / "train.py"), *settings], self.processes)
-        with started(arguments, output) as process:
+        # A training that is asked to end saves last.pt first. Its ranks are torchrun's to end.
+        with started(arguments, output, ask=self.processes > 1) as process:
             records = self._collect(process, directory / "rank0.jsonl", output)
         return summary(records, self.processes), directory
 

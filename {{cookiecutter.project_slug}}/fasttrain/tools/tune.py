@@ -252,4 +252,4 @@ def _arrow(key: str, old: Any, new: Any) -> str:
 
 def terminate(number: int, frame: FrameType | None) -> None:
     """For SIGTERM: end as with Ctrl-C, so that nothing is left behind."""
-    raise Stopped(128 + number)
+    raise Stopped(number)
