@@ -128,8 +128,8 @@ class Failures:
 
     def _describe(self, error: BaseException) -> str:
         """One line: where the training stood, what was raised, and in which line of code if that is to blame."""
-        place = self.place()
-        return (f"{place}: " if place else "") + one_line(error)
+        place, text = self.place(), one_line(error)
+        return text if not place or text.startswith("epoch ") else f"{place}: {text}"  # it says another step itself
 
     def _find_lost(self, error: BaseException) -> tuple[Cause, bool]:
         """Who is missing, when connections broke and nobody told why; and whether this rank is the one to say it."""

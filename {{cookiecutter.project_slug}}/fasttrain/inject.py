@@ -149,6 +149,8 @@ class Injector:
             if fault.kind != "nan" or fault.rank != self.rank:
                 continue
             if self.step == fault.step or (fault.phase == "on" and self.step >= fault.step):
+                if fault.once:
+                    Path(fault.once).touch()
                 return True
         return False
 

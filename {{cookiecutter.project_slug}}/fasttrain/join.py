@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
 from datetime import timedelta
@@ -15,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fasttrain.errors import UserError
 
-TO_CONNECT = 60.0  # seconds to reach the launcher's store, which is there before this process
+TO_CONNECT = 15.0  # seconds to reach the launcher's store, which is there before this process
 
 
 def launched() -> bool:
@@ -34,8 +35,9 @@ def join(device: torch.device, timeout: float) -> Any:
     """
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     patience = timedelta(seconds=timeout)
-    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=TO_CONNECT) if by_torchrun else patience))
-    store.set_timeout(patience)
+    if by_torchrun:
+        reach(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), TO_CONNECT)
+    store, rank, world = next(rendezvous("env://", timeout=patience))
     own = PrefixStore(agree_on_name(store, rank, world, timeout), store)
     cuda = device.type == "cuda"
     dist.init_process_group(
@@ -47,6 +49,22 @@ def join(device: torch.device, timeout: float) -> Any:
         device_id=device if cuda else None,
     )
     return own
+
+
+def reach(host: str, port: int, seconds: float) -> None:
+    """Connect once, since PyTorch would try for many minutes, and say a page about it.
+
+    Raises:
+        UserError: nobody answers there: the launcher was ended while this process started.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=seconds).close()
+            return
+        except OSError as error:
+            reason = error.strerror or error
+        _wait(until, f"the launcher does not answer at {host}:{port} ({reason}): it is gone, or its machine")
 
 
 def agree_on_name(store: Any, rank: int, world: int, timeout: float) -> str:

@@ -107,8 +107,6 @@ def attempt(case: Case, images: Path, folder: Path) -> Outcome:
     data, run, mark, said = folder / "data", folder / "run", folder / "mark", folder / "output"
     shutil.copytree(images, data)
     fault = f"{case.fault.format(data=data)}{',' if '@' in case.fault else '@'}once={mark}"
-    if case.fault.startswith("nan"):
-        fault = case.fault  # noted by the step, not by a file
     settings = [*SETTINGS, *case.settings, f"data.path={data}", f"run.dir={run}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     changed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "FASTTRAIN_FAULT": fault}

@@ -19,6 +19,7 @@ from fasttrain.snapshot import is_finite
 from fasttrain.state import State
 from fasttrain.transfer import Batch
 from fasttrain.update import Schedule, Update, build_optimizer
+from fasttrain.writer import Writer
 
 CPU = torch.device("cpu")
 
@@ -207,6 +208,18 @@ def test_a_tensor_with_one_number_that_is_not_finite_is_seen(wrong: float) -> No
     assert is_finite(torch.tensor([0.0, -1.0]))
     assert is_finite(torch.zeros(0))
     assert is_finite(torch.tensor([2**60]))
+
+
+def test_a_checkpoint_with_nan_is_not_written_and_the_one_before_stays(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, CPU)
+    answers: list[dict[str, Any]] = []
+    for value in (1.0, math.nan, 2.0):
+        writer.save({"model": {"weight": torch.full((3,), value)}}, [("last.pt", "last.previous.pt")], answers.append)
+        writer.wait()
+    writer.close(5.0)
+    assert ["error" in answer["last.pt"] for answer in answers] == [False, True, False]
+    assert "NaN" in answers[1]["last.pt"]["error"]
+    assert torch.load(tmp_path / "last.previous.pt", weights_only=True)["model"]["weight"].tolist() == [1.0] * 3
 
 
 def finite_checkpoint(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from fasttrain.errors import UserError
-from fasttrain.join import agree_on_name
+from fasttrain.join import agree_on_name, reach
 
 
 @pytest.fixture
@@ -27,6 +28,16 @@ def test_each_start_has_a_name_of_its_own_that_all_ranks_know(store: Any) -> Non
             (name,) = {each.result() for each in met}
         names.append(name)
     assert len(set(names)) == 3
+
+
+def test_a_launcher_that_is_gone_is_noticed_at_once() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        with pytest.raises(UserError, match=f"the launcher does not answer at 127.0.0.1:{port}"):
+            reach("127.0.0.1", port, 0.1)
+        server.listen()
+        reach("127.0.0.1", port, 0.1)
 
 
 def test_a_rank_that_does_not_come_is_named(store: Any) -> None:
