@@ -103,7 +103,7 @@ def page(tables: Sequence[Rendered], options: argparse.Namespace, cores: int, co
         f"Versions: {versions()}.",
         "",
     ]
-    return "\n".join(about) + "\n".join(markdown(rendered) + "\n" for rendered in tables)
+    return "\n".join([*about, *(markdown(rendered) + "\n" for rendered in tables)])
 
 
 def versions() -> str:
