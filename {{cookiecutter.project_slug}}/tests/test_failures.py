@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fasttrain import failures, inject
 from fasttrain.errors import UserError
-from fasttrain.failures import EndedByOther, Failures, is_of_others, one_line
+from fasttrain.failures import Cause, EndedByOther, Failures, is_of_others, one_line
 
 # Each takes the time of a training; `make faults` tries all.
 TRIED = (
@@ -81,6 +81,12 @@ def test_the_first_cause_is_said_by_its_rank_and_repeated_by_the_others(pair: tu
 def test_a_later_error_of_its_own_is_not_the_first_cause(pair: tuple[Failures, Failures]) -> None:
     assert pair[0].explain(UserError("first")) is None
     assert str(pair[1].explain(UserError("second"))) == "rank 0 failed first: first"
+
+
+def test_of_two_that_fail_at_once_one_is_the_first(pair: tuple[Failures, Failures]) -> None:
+    first = Cause(0, "a")
+    assert pair[0]._claim(first) == first
+    assert pair[1]._claim(Cause(1, "b")) == first
 
 
 def test_a_stop_is_no_failure_unless_there_was_one(pair: tuple[Failures, Failures]) -> None:
