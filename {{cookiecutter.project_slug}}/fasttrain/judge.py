@@ -51,19 +51,11 @@ def judge(ranks: Sequence[Rank], settings: Mapping[str, Any], facts: Mapping[str
     judged = [side for side in sides if side.enough]
     if not judged:
         return Verdict((), False, _too_little(sides))
-    growth = [finding for side in judged for finding in judge_growth.find(side)]
-    costs: list[Finding] = []
-    slow = judge_ranks.find(judged, settings)
-    costs += slow
+    every = judge_ranks.find(judged, settings)
     for side in judged:
-        blamed = {finding.rank for finding in slow if finding.cause == "slow_rank"}
-        if not blamed or side.number in blamed:  # the others wait for that one, whatever else they show
-            found = [*judge_data.find(side, settings), *judge_step.find(side, settings)]
-            costs += [finding if len(judged) == 1 else finding.at(side.number) for finding in found]
-    merged = _once(costs, len(judged))
-    merged.sort(key=lambda finding: (finding.cause in NOTES, finding.cause != "slow_rank", -finding.share))
-    findings = tuple(_once(growth, len(judged)) + merged)
-    findings = tuple(sorted(findings, key=lambda finding: -_weight(finding)))
+        found = [*judge_growth.find(side), *judge_data.find(side, settings), *judge_step.find(side, settings)]
+        every += [finding if len(judged) == 1 else finding.at(side.number) for finding in found]
+    findings = tuple(sorted(_once(every, len(judged)), key=lambda finding: -_weight(finding)))
     busy = sum(side.part(phase) for side in judged for phase in ("forward", "backward", "optimizer")) / len(judged)
     return Verdict(findings, True, _says(findings, busy), busy)
 

@@ -132,6 +132,7 @@ def test_a_look_names_phase_line_and_what_is_done_there() -> None:
     ((phase, own, kind, innermost),) = seen
     assert (phase, kind) == ("other", "logging")
     assert own.startswith("test_evidence.py:")
+    assert own.endswith(': log.error("x")')
     assert "emit" in innermost
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -286,11 +287,26 @@ def test_a_healthy_training_is_not_accused(training: Training) -> None:
         rank = replace(training, seed=seed).rank()
         rank.events.append({"time": 5.2, "event": "graph", "operations": 160})
         looks(rank, 0.0, "")
-        gauges(rank, private=lambda second: 4e8 + 3e8 * min(1.0, second / 3), open_files=lambda second: 20 + second % 3)
+        gauges(
+            rank, private=lambda second: 4e8 + 4e8 * (1 - math.exp(-second)), open_files=lambda second: 20 + second % 3
+        )
         found = verdict(rank)
         assert found.enough
         assert found.findings == (), "\n".join(found.lines())
         assert "nothing holds this training back" in found.says
+
+
+def test_memory_that_levels_off_is_not_growth() -> None:
+    rank = Training(batches=1200).rank()
+    gauges(rank, private=lambda second: 4e8 + 6e8 * (1 - math.exp(-second / 4)))
+    assert verdict(rank).findings == ()
+
+
+def test_growth_names_its_rank() -> None:
+    ranks = [Training(batches=500).rank(number) for number in range(2)]
+    gauges(ranks[1], private=lambda second: 4e8 + 4e7 * second)
+    (found,) = verdict(*ranks).findings
+    assert (found.cause, found.rank) == ("memory", 1)
 
 
 def test_healthy_ranks_are_not_accused() -> None:
