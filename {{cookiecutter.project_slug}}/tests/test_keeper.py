@@ -560,7 +560,7 @@ def test_a_best_of_another_split_or_metric_no_longer_counts(
 def test_float16_and_other_precisions_go_on_from_one_another(make: Make, tmp_path: Path, before: str) -> None:
     halves = {"fp16": {"scale": 128.0}, "fp32": {}}
 
-    class Scaler(torch.amp.GradScaler):  # type: ignore[misc]
+    class Scaler(torch.amp.GradScaler):
         def __init__(self, kind: str) -> None:
             super().__init__("cpu", enabled=kind == "fp16")
             if self._enabled:
