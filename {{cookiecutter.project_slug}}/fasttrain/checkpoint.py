@@ -20,27 +20,11 @@ import torch
 from loguru import logger
 from torch import nn
 
-from fasttrain import saver
 from fasttrain.errors import UserError, printable
 from fasttrain.parallel import unwrap
-from fasttrain.snapshot import Skeleton
 
 FORMAT = 1
 BEST, LAST, PREVIOUS = "best.pt", "last.pt", "last.previous.pt"
-
-
-def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the file whole or not at all, in this thread.
-
-    Raises:
-        UserError: the disk is full or can't be written.
-    """
-    skeleton = Skeleton(content)
-    try:
-        saver.write(path, skeleton.bytes, [size for _, size in skeleton.records], skeleton.contents())
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{path}: can't be saved ({reason}); what stood there before is unharmed") from error
 
 
 def intact(path: Path) -> Path:

@@ -17,6 +17,9 @@ from fasttrain.parallel import unwrap
 from fasttrain.state import State
 from fasttrain.update import Update
 
+# What comes of a dictionary in which other things stand than expected.
+ODD = (RuntimeError, ValueError, KeyError, TypeError, AttributeError)
+
 
 def restore(path: Path, state: State, model: nn.Module, update: Update, facts: Mapping[str, Any]) -> None:
     """Restore model, optimizer, scaler and state from a checkpoint.
@@ -51,7 +54,7 @@ def restore(path: Path, state: State, model: nn.Module, update: Update, facts: M
             logger.warning("{}: the best so far, {}, no longer counts ({})", path, state.best, reason)
             state.best = state.best_epoch = None
             state.epochs_without_gain = 0
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except ODD as error:
         reason = printable(" ".join(str(error).split()), 300)
         raise UserError(f"resume={path}: it does not fit this model or optimizer: {reason}") from None
     logger.info(
@@ -73,14 +76,15 @@ def best_held(path: Path, metric: str, facts: Mapping[str, Any]) -> float | None
         return None
     try:
         content = checkpoint.load(path)
+        value = content["metrics"].get(metric) if _other_data(content["facts"], facts) is None else None
+        return None if value is None else float(value)
     except UserError as error:
         logger.warning(f"{error}; the next best takes its place")
-        return None
-    saved, metrics = content.get("facts"), content.get("metrics")
-    if not isinstance(saved, dict) or not isinstance(metrics, dict) or _other_data(saved, facts) is not None:
-        return None
-    value = metrics.get(metric)
-    return float(value) if isinstance(value, int | float) else None
+    except ODD as error:
+        logger.warning(
+            f"{path}: not a checkpoint of this project ({type(error).__name__}); the next best takes its place"
+        )
+    return None
 
 
 def fingerprint(dataset: Any) -> str | None:

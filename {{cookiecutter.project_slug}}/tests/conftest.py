@@ -17,7 +17,8 @@ import pytest
 import torch
 from loguru import logger
 
-from fasttrain import shapes
+from fasttrain import saver, shapes
+from fasttrain.snapshot import Skeleton
 
 HOME = Path(__file__).resolve().parents[1]
 TIME_LIMIT = 170  # seconds for a whole run: a hang becomes a failure
@@ -104,6 +105,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("images") / "shapes"
     shapes.draw(root, seed=1, train_per_class=8, val_per_class=1)
     return root
+
+
+def save(path: Path, content: dict[str, Any]) -> None:
+    """A checkpoint, written in this thread."""
+    skeleton = Skeleton(content)
+    saver.write(path, skeleton.bytes, [size for _, size in skeleton.records], skeleton.contents())
 
 
 def copy_project(folder: Path) -> Path:

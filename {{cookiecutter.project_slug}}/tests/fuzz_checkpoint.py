@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from conftest import save
 from fuzz_changes import NUMBERS, changed, other
 from torch import nn
 
@@ -84,7 +85,7 @@ class Checkpoint:
             "facts": self.facts,
         }
         self.content = content
-        checkpoint.save(valid / "x.pt", content)
+        save(valid / "x.pt", content)
         self.whole = (valid / "x.pt").read_bytes()
 
     def make(self, rng: random.Random, folder: Path) -> None:

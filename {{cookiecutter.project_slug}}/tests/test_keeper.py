@@ -220,9 +220,14 @@ def test_a_best_that_was_lost_before_the_restart_is_made_up_for(make: Make, tmp_
     assert checkpoint.load(tmp_path / "best.pt")["metrics"] == {"accuracy": 0.7}
 
 
-def test_a_damaged_best_is_replaced(make: Make, tmp_path: Path, logged: list[str]) -> None:
+@pytest.mark.parametrize("change", ["damaged", {"metrics": None}, {"facts": {"settings": [1]}}, {"facts": None}])
+def test_a_damaged_best_is_replaced(make: Make, tmp_path: Path, logged: list[str], change: Any) -> None:
     save_epoch(make(state=State(best=0.9)), 0.9, improved=True)
-    (tmp_path / "best.pt").write_bytes(b"damaged")
+    path = tmp_path / "best.pt"
+    if change == "damaged":
+        path.write_bytes(b"damaged")
+    else:
+        torch.save({**torch.load(path, weights_only=True), **change}, path)
     save_epoch(make(resume=tmp_path / "last.pt"), 0.7)
     assert checkpoint.load(tmp_path / "best.pt")["metrics"] == {"accuracy": 0.7}
     assert any("best.pt" in line and "the next best takes its place" in line for line in logged)
