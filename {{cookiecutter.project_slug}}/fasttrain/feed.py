@@ -7,9 +7,11 @@ learnt (worker.py). The DataLoader carries small messages; the batches lie in sh
 
 from __future__ import annotations
 
+import atexit
 import copy
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
@@ -78,6 +80,7 @@ class Feed:
         self._unfit: str | None = None  # why batches are handed over without slots
         self._event: Callable[..., None] | None = None
         self._check_sizes(len(train), len(val))
+        atexit.register(_close, weakref.ref(self))  # before multiprocessing sends the workers a signal, a slow end
 
     @cached_property
     def streams(self) -> CudaStreams | None:
@@ -240,6 +243,11 @@ class Feed:
                 f"at most {train // self.world} with data.drop_last: {train} training samples do not fill one batch of "
                 f"{self.data.batch_size} x {self.world} processes. Or set data.drop_last=false",
             )
+
+
+def _close(feed: weakref.ref[Feed]) -> None:
+    if (left_open := feed()) is not None:
+        left_open.close()
 
 
 def _end_workers(iterator: Any) -> None:
