@@ -176,17 +176,20 @@ def _checkpoint(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     share = sum(pauses) / side.elapsed
     if len(pauses) < 3 or share < CHECKPOINT:
         return None
-    every = _section(settings, "checkpoint").get("every_minutes", 10)
+    section = _section(settings, "checkpoint")
+    every, steps = float(section.get("every_minutes") or 10), section.get("every_steps")
     often = side.elapsed / len(pauses)
-    wanted = max(10.0, sum(pauses) / len(pauses) * 100 / 60)
-    change = f"checkpoint.every_minutes: {every} -> {wanted:g}" if often < 60 * wanted else "a faster disk for run.dir"
+    wanted = max(10.0, every, round(sum(pauses) / len(pauses) * 100 / 60, 1))  # minutes: saving then takes 1 %
+    changes = [f"checkpoint.every_minutes: {every:g} -> {wanted:g}"] * (every < wanted)
+    changes += [f"checkpoint.every_steps: {steps} -> null"] * bool(steps)
+    change = " and ".join(changes) or "longer epochs, since each ends in a save, or a faster disk for run.dir"
     return Finding(
         "checkpoint",
         share,
         0.97,
         "writing checkpoints stops the training often",
         f"{len(pauses)} times, every {often:.1f} s, {ms(median(pauses))} each: {percent(share)} of the time",
-        f"{change}: about {percent(share)} less time",
+        f"{change}: about {percent(share * (1 - often / (60 * wanted)))} less time",
     )
 
 
