@@ -43,8 +43,8 @@ def test_types_of_the_project(sources: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def test_style_and_types_of_the_template(tmp_path: Path) -> None:
-    check_with(ROOT, "ruff", "check", "--no-cache", "hooks", "tests")
-    check_with(ROOT, "ruff", "format", "--no-cache", "--check", "hooks", "tests")
+    check_with(ROOT, "ruff", "check", "--no-cache", "hooks", "tests", "benchmarks")
+    check_with(ROOT, "ruff", "format", "--no-cache", "--check", "hooks", "tests", "benchmarks")
     check_with(ROOT, "mypy", f"--cache-dir={tmp_path}")
 
 
