@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import HOME, QUICK
+from conftest import HOME, QUICK, until
 
 from fasttrain.errors import UserError
 from fasttrain.records import BatchRecord
@@ -92,8 +91,7 @@ def test_no_process_is_left_when_a_run_is_stopped(tmp_path: Path, ask: bool) -> 
     child += "print(p.pid, flush=True); time.sleep(600)"
     output = tmp_path / "output.txt"
     with trials.started([sys.executable, "-c", child], output, ask) as process:
-        while not output.read_text().endswith("\n"):
-            time.sleep(0.01)
+        until(lambda: output.read_text().endswith("\n"))
     assert process.poll() is not None
     grandchild = int(output.read_text())
     assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
@@ -298,6 +296,7 @@ def test_under_torchrun_all_ranks_are_measured(changed_project: Callable[[str, s
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 processes" in done.stdout
     assert "img/s" in done.stdout
+    assert "config.yaml is as it was" in done.stdout  # said where nothing is gained, and of a dry run
     assert (home / "config.yaml").read_bytes() == before
 
 
