@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean, median
 from typing import Any
 
-from fasttrain.evidence import LEAST_LOOKS, SURE, Side, ms, percent, sure_above, sure_of_count
+from fasttrain.evidence import LEAST_LOOKS, SURE, Side, ms, percent, section_of, sure_above, sure_of_count
 from fasttrain.findings import Finding
 
 COPY = 0.08  # parts of the wall time from which these are findings
@@ -55,7 +55,7 @@ def _copy(side: Side, settings: Mapping[str, Any]) -> Finding | None:
             "copies to the device don't overlap with computing: the batches are not in pinned memory",
             (
                 "data.pin_memory: false -> null"
-                if _section(settings, "data").get("pin_memory") is False
+                if section_of(settings, "data").get("pin_memory") is False
                 else "raise the limit of locked memory (ulimit -l), or see in the log why batches can't be pinned"
             ),
         )
@@ -116,7 +116,7 @@ def _optimizer(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     )
     if sure < SURE or side.mean("optimizer") < OPTIMIZER_SECONDS:
         return None
-    section, train = _section(settings, "optimizer"), _section(settings, "train")
+    section, train = section_of(settings, "optimizer"), section_of(settings, "train")
     accumulate = int(train.get("accumulate") or 1)
     where = f"; {looks[0].count} of {sum(k.count for k in looks)} looks at it: {looks[0].own}" if looks else ""
     return Finding(
@@ -176,7 +176,7 @@ def _checkpoint(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     share = sum(pauses) / side.elapsed
     if len(pauses) < 3 or share < CHECKPOINT:
         return None
-    section = _section(settings, "checkpoint")
+    section = section_of(settings, "checkpoint")
     every, steps = float(section.get("every_minutes") or 10), section.get("every_steps")
     often = side.elapsed / len(pauses)
     wanted = max(10.0, every, round(sum(pauses) / len(pauses) * 100 / 60, 1))  # minutes: saving then takes 1 %
@@ -198,7 +198,7 @@ def _validation(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     share = sum(pauses) / side.elapsed
     if len(pauses) < 2 or share < VALIDATION:
         return None
-    fraction = _section(settings, "data").get("val_fraction", 0.1)
+    fraction = section_of(settings, "data").get("val_fraction", 0.1)
     return Finding(
         "validation",
         share,
@@ -254,8 +254,3 @@ def _other_processes(side: Side, settings: Mapping[str, Any]) -> Finding | None:
         f"a core {percent(queued)} of the time",
         "end the other processes, or keep these cores to the training (taskset, --cpuset-cpus)",
     )
-
-
-def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = settings.get(name)
-    return found if isinstance(found, Mapping) else {}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import HOME, launch
 
 from fasttrain.tools import checks, doctor
@@ -111,3 +114,19 @@ def test_an_error_exits_with_1(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     code, output = doctor_says(f"data.path={tmp_path / 'empty'}")
     assert (code, "error   data" in output) == (1, True), output
+
+
+def test_whatever_the_data_set_raises_is_a_line_with_its_place(changed_project: Callable[[str, str], Path]) -> None:
+    home = changed_project(
+        "data.py", "def _broken(self, index):\n    return {}['label']\n\nImages.__getitem__ = _broken"
+    )
+    code, output = launch([sys.executable, "-m", "fasttrain", "doctor"], home)
+    assert code == 1
+    assert "Traceback" not in output
+    assert "error   data           KeyError: 'label' (data.py, line " in output, output
+
+
+def test_a_sample_may_be_nested() -> None:
+    image = np.zeros((4, 5, 3), np.uint8)
+    assert doctor.bytes_of((image, 3)) == 60 + 8
+    assert doctor.bytes_of({"image": torch.from_numpy(image), "boxes": [image, {"id": np.int32(1)}]}) == 124

@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import HOME, QUICK, until
 
+from fasttrain import history
 from fasttrain.errors import UserError
 from fasttrain.records import BatchRecord
 from fasttrain.tools import batch_size, footprint, project, trials, tune
@@ -55,7 +56,7 @@ def test_batches_that_only_used_up_what_lay_ready_do_not_count() -> None:
 
 def test_only_whole_new_lines_are_read(tmp_path: Path) -> None:
     file = tmp_path / "rank0.jsonl"
-    new = trials.tail(file)
+    new = history.Tail(file)
     assert new() == []
     file.write_text('{"a": 1}\n{"b"')
     assert new() == [{"a": 1}]
