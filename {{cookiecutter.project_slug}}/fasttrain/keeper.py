@@ -57,7 +57,10 @@ class Keeper:
         self.stop.save, self.stop.seconds = self._save_to_stop, settings.stop_seconds
         if run.resume is not None:
             path = run.resume
-            self.resume(Path(run.on_rank0(lambda: str(checkpoint.intact(path)))))
+            found = Path(run.on_rank0(lambda: str(checkpoint.intact(path))))
+            self.resume(found)
+            if found == run.dir / LAST:  # a training that was done already leaves it as it is
+                self._saved = self.state.to_dict()
         state.run_id = state.run_id or run.id
         self._best_lost, self._best_held = False, state.best  # a best that could not be saved; the one in best.pt
 

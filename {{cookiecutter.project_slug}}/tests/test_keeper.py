@@ -137,6 +137,16 @@ def test_saved_and_resumed_is_the_same_in_weights_optimizer_and_state(make: Make
     assert torch.equal(*momenta)
 
 
+def test_a_training_that_was_done_already_leaves_its_last_as_it_is(make: Make, tmp_path: Path) -> None:
+    save_epoch(make(state=State(epoch=3, step=30)))
+    before = (tmp_path / "last.pt").read_bytes()
+    make(resume=tmp_path / "last.pt").finish(watch())
+    assert (tmp_path / "last.pt").read_bytes() == before
+    (tmp_path / "other").mkdir()
+    make(directory=tmp_path / "other", resume=tmp_path / "last.pt").finish(watch())  # a fork of it has one of its own
+    assert (tmp_path / "other/last.pt").exists()
+
+
 def test_the_snapshot_is_of_the_moment_whatever_the_training_does_meanwhile(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
