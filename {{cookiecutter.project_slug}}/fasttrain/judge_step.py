@@ -177,7 +177,8 @@ def _checkpoint(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     if len(pauses) < 3 or share < CHECKPOINT:
         return None
     section = section_of(settings, "checkpoint")
-    every, steps = float(section.get("every_minutes") or 10), section.get("every_steps")
+    every, steps = section.get("every_minutes"), section.get("every_steps")
+    every = every if isinstance(every, (int, float)) else 10.0  # in config.yaml it may be a reference
     often = side.elapsed / len(pauses)
     wanted = max(10.0, every, round(sum(pauses) / len(pauses) * 100 / 60, 1))  # minutes: saving then takes 1 %
     changes = [f"checkpoint.every_minutes: {every:g} -> {wanted:g}"] * (every < wanted)

@@ -329,6 +329,7 @@ def test_healthy_ranks_are_not_accused() -> None:
         ({"every_minutes": 0.01}, "checkpoint.every_minutes: 0.01 -> 10: about 15% less time"),
         ({"every_minutes": 20.0, "every_steps": 7}, "checkpoint.every_steps: 7 -> null: about 15% less time"),
         ({"every_minutes": 10.0, "every_steps": None}, "longer epochs, since each ends in a save"),
+        ({"every_minutes": "${oc.env:MINUTES}"}, "longer epochs, since each ends in a save"),
     ],
 )
 def test_saving_less_often_is_said_of_what_saves_often(section: dict[str, Any], change: str) -> None:

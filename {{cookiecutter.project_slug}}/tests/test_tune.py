@@ -63,6 +63,9 @@ def test_only_whole_new_lines_are_read(tmp_path: Path) -> None:
     with file.open("a") as opened:
         opened.write(": 2}\n")
     assert (new(), new()) == ([{"b": 2}], [])
+    with file.open("ab") as damaged:
+        damaged.write(b'{"c": \xff\n[3]\n{"d": 4}\n')
+    assert new() == [{"d": 4}]
 
 
 @pytest.mark.parametrize(
