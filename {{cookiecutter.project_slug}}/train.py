@@ -139,7 +139,7 @@ def train(cfg: Config, saved: dict[str, Any], run: Run) -> None:
         with watch.pause("validation"):  # stop the clock
             batches = run.stop.until_stopped(feed.validation())
             metrics = validate(net, batches, prepare, precision.autocast(run.device, update.dtype))
-        complete = feed.batches(state.position) == 0  # False if max_steps ended the epoch in the middle
+        complete = feed.batches(state.position) <= 0  # False if max_steps ended the epoch in the middle
         improved = state.finish_epoch(metrics, cfg.checkpoint.metric, cfg.checkpoint.mode, complete)
         report.epoch(epoch, state, metrics, improved)
         keeper.save_epoch(watch, metrics, improved)  # best.pt if better, last.pt to go on from

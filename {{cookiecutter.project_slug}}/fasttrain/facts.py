@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -11,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loguru import logger
 
 from fasttrain import __version__
-from fasttrain.errors import UserError
 
 FILE = "run.json"
 PACKAGES = ("torch", "torchvision", "numpy", "omegaconf", "opencv-python-headless", "simplejpeg", "pillow")
 
 
 def write(path: Path, run_id: str, home: Path, device: torch.device, world: int, started: float, began: float) -> None:
-    """Write the file. A resumed run keeps what stands there about the first start, and adds this one.
+    """Write the file, or none where the disk is full. A resumed run keeps what stands there and adds this start.
 
     Args:
         run_id: stands in the run's checkpoints, too.
@@ -37,26 +38,39 @@ def write(path: Path, run_id: str, home: Path, device: torch.device, world: int,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "world_size": world,
     }
-    if path.exists():
-        first = _read(path)
-        facts = {**first, "resumed": [*first.get("resumed", []), {**facts, "started": began}]}
-    whole = path.with_suffix(".tmp")
-    whole.write_text(json.dumps(facts, indent=2) + "\n")
-    whole.replace(path)
+    if (first := _read(path)) is not None:
+        before = first.get("resumed")
+        facts = {**first, "resumed": [*(before if isinstance(before, list) else []), {**facts, "started": began}]}
+    put(path, json.dumps(facts, indent=2) + "\n")
 
 
-def first_start(path: Path) -> tuple[float, str]:
-    """When the run first began, and its id."""
-    facts = _read(path)
+def put(path: Path, text: str) -> None:
+    """Write a file of the run directory whole, down to the disk; that it can't be written is said and costs no more."""
+    whole = path.with_name(f".{path.name}.tmp")
+    try:
+        with whole.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # before the renaming: after a power cut there would be an empty file
+        whole.replace(path)
+    except OSError as error:
+        logger.warning(f"{path}: can't be written ({error.strerror or error})")
+
+
+def first_start(path: Path) -> tuple[float, str] | None:
+    """When the run first began, and its id; None if the file can't be read, which is said."""
+    if (facts := _read(path)) is None:
+        logger.warning(f"{path}: not readable: when the run began is not known any more, and taken to be now")
+        return None
     return float(facts["started"]), str(facts.get("id", ""))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
-        facts = json.loads(path.read_text())
+        facts = json.loads(path.read_text(encoding="utf-8"))
         float(facts["started"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not readable ({error}): choose another run.dir") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
     return dict(facts)
 
 

@@ -92,11 +92,12 @@ class Failures:
 
         asked: it was asked to stop (a signal), which is no failure unless there was one elsewhere.
 
-        From here on this process has `TO_END` seconds to end, and a SIGTERM, with which a launcher ends those that
-        are left, no longer breaks in.
+        From here on a SIGTERM, with which a launcher ends those that are left, no longer breaks in, and a process that
+        failed has `TO_END` seconds to end. One that was asked to end has the time that the stop gives it (stop.py).
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        faulthandler.dump_traceback_later(TO_END, exit=True, file=sys.__stderr__ or sys.stderr)
+        if not asked:
+            faulthandler.dump_traceback_later(TO_END, exit=True, file=sys.__stderr__ or sys.stderr)
         known = self.known()
         followed = is_of_others(error) or str(error) == str(known)
         if self._gone is not None:

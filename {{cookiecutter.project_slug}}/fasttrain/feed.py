@@ -120,7 +120,8 @@ class Feed:
             keys = ValidationBatches(len(self.val_samples), self.data.batch_size, self.world, self.rank)
             self._val_loader = self._loader(self.val_samples, keys, persistent=self.data.persistent_workers)
         self.val_skips.begin(0)
-        loaded = _batches(iter(self._val_loader), self.val_samples, self.val_skips, self._told, self.timeout)
+        source = _again(self._val_loader, self.timeout)
+        loaded = _batches(source, self.val_samples, self.val_skips, self._told, self.timeout)
         return (batch for batch in to_device(loaded, self.device, self.clock, self.streams) if batch.size)
 
     def names(self, indices: list[int]) -> list[str]:
@@ -250,6 +251,22 @@ def _close(feed: weakref.ref[Feed]) -> None:
         left_open.close()
 
 
+def _again(loader: DataLoader[Any], timeout: float) -> Iterator[Any]:
+    """``iter(loader)``, which waits for workers that stay: as long as for a batch, not only from look to look."""
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is None:
+        return iter(loader)
+    iterator._timeout = timeout if math.isfinite(timeout) else 0  # 0: without end
+    try:
+        return iter(loader)
+    except RuntimeError as error:
+        if str(error).startswith("DataLoader timed out"):
+            raise _too_late(timeout) from None
+        raise
+    finally:
+        iterator._timeout = loader.timeout
+
+
 def _end_workers(iterator: Any) -> None:
     """End them now: left to its destructor, an iterator that the frames of an exception hold would outlive the run."""
     shutdown = getattr(iterator, "_shutdown_workers", None)  # PyTorch has no public name for it
@@ -293,10 +310,14 @@ def _next(fetch: Callable[[], Any], timeout: float) -> Any:
             if not str(error).startswith("DataLoader timed out"):
                 raise
             if time.monotonic() >= until:
-                raise UserError(
-                    f"no batch came from the loader workers within {timeout:g} s (run.timeout): does the disk "
-                    "or server behind data.path answer?"
-                ) from None
+                raise _too_late(timeout) from None
+
+
+def _too_late(timeout: float) -> UserError:
+    return UserError(
+        f"no batch came from the loader workers within {timeout:g} s (run.timeout): does the disk or server behind "
+        "data.path answer?"
+    )
 
 
 def _probe(dataset: MapDataset, seed: int) -> tuple[Field, ...] | str:

@@ -31,12 +31,11 @@ import psutil
 from fasttrain.errors import UserError
 from fasttrain.feed import Feed
 from fasttrain.sampler import BatchKey
-from fasttrain.snapshot import Saver
 from fasttrain.state import State
 from fasttrain.update import Update
 from fasttrain.watch import Watch
 from fasttrain.worker import Samples
-from fasttrain.writer import Writer
+from fasttrain.writer import Saver, Writer
 
 
 @dataclass

@@ -8,12 +8,14 @@ costs itself, not the training: the file before stays, every rank's log says it.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from loguru import logger
 from torch import nn
 
@@ -22,6 +24,7 @@ from fasttrain.checkpoint import BEST, FORMAT, LAST, PREVIOUS
 from fasttrain.errors import UserError
 from fasttrain.parallel import unwrap
 from fasttrain.run import Run
+from fasttrain.snapshot import is_finite
 from fasttrain.state import State, is_better
 from fasttrain.update import Update
 from fasttrain.watch import Watch
@@ -45,9 +48,10 @@ class Keeper:
         self.directory, self.writes, self.state, self.stop = run.dir, run.is_main, state, run.stop
         self.model, self.optimizer, self.scaler = model, update.optimizer, update.scaler
         self.update, self.facts, self.settings = update, dict(facts), settings
-        self._last_saved, self._last_step = time.monotonic(), 0
+        self._last_saved = time.monotonic()
         self._metrics: dict[str, float] = {}
         self._saved: dict[str, Any] | None = None  # the state that last.pt holds, or will
+        self._finite = {name for name, buffer in self._buffers() if is_finite(buffer)}
         self._watch: Watch | None = None
         self._prepared = False
         self.writer: Writer | None = None
@@ -62,7 +66,11 @@ class Keeper:
             if found == run.dir / LAST:  # a training that was done already leaves it as it is
                 self._saved = self.state.to_dict()
         state.run_id = state.run_id or run.id
-        self._best_lost, self._best_held = False, state.best  # a best that could not be saved; the one in best.pt
+        self._last_step = state.step
+        # The metric of what is in best.pt, and whether a better one could not be saved, or not here. The file is asked,
+        # not the state: a kill between the writing of best.pt and of last.pt leaves a best.pt of a later epoch.
+        self._best_held = resume.best_held(run.dir / BEST, settings.metric, self.facts) if self.writes else None
+        self._best_lost = state.best is not None and is_better(state.best, self._best_held, settings.mode)
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint whose checksums were compared; see resume.py."""
@@ -85,7 +93,7 @@ class Keeper:
         """After validation: best.pt if the metric improved, last.pt always. End here if a signal asked to."""
         self._watch, self._metrics = watch, dict(metrics)
         if self.writer is not None:
-            if improved or self._better_than_held(metrics):
+            if self._belongs_in_best(metrics, improved):
                 self._save((BEST, LAST), metrics, watch)
             elif not self.writer.busy:
                 self._save((LAST,), metrics, watch)
@@ -103,7 +111,7 @@ class Keeper:
         if self.writer is None:
             return
         self._save_where_it_stands(watch)
-        if not (self.directory / LAST).exists():
+        if not os.path.exists(self.directory / LAST):
             raise UserError(f"{self.directory}: no checkpoint could be saved; the warnings above say why")
 
     # ---- saving ------------------------------------------------------------------------------------------------------
@@ -118,7 +126,12 @@ class Keeper:
     def _prepare(self, writer: Writer) -> None:
         """After the first step, when the optimizer has all of its state: memory and process, in the background."""
         self._prepared = True
-        free, needed = shutil.disk_usage(self.directory).free, 3 * writer.prepare(self._content({}))
+        needed = 3 * writer.prepare(self._content({}))
+        try:
+            free = shutil.disk_usage(self.directory).free
+        except OSError as error:
+            self._warn(f"{self.directory}: its free space can't be read ({error.strerror}): saves may fail")
+            return
         if free < needed:
             self._warn(
                 f"{self.directory}: {free / 1e6:,.1f} MB are free, but {BEST}, {LAST} and the one being written take "
@@ -145,7 +158,9 @@ class Keeper:
 
         saved = self._saved
         with watch.pause("checkpoint"):
-            self.writer.save(self._content(metrics), files, done)
+            # A buffer that began with infinity, a causal mask say, may hold it; no NaN, and nothing else.
+            infinite = {name for name, _ in self._buffers()} - self._finite
+            self.writer.save(self._content(metrics), files, done, infinite)
             pause.append(time.perf_counter() - began)
 
     def _note(self, name: str, answer: Mapping[str, Any], watch: Watch, step: int, stall: float) -> None:
@@ -154,7 +169,7 @@ class Keeper:
             watch.sink.event("checkpoint", file=name, step=step, pause=stall, **answer)
             return
         watch.sink.event("checkpoint_failed", file=name, step=step, pause=stall, **answer)
-        stands = "the one before is unharmed" if (self.directory / name).exists() else "there is none yet"
+        stands = "the one before is unharmed" if os.path.exists(self.directory / name) else "there is none yet"
         if name == LAST:
             self._saved = None
         self._warn(
@@ -165,11 +180,15 @@ class Keeper:
         logger.warning(text)
         self.stop.tell(text)
 
-    def _better_than_held(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the best could not be saved, and this one at least is better than what best.pt holds."""
-        if self.writer is None or self.writer.busy or not self._best_lost:
+    def _belongs_in_best(self, metrics: Mapping[str, float], improved: bool) -> bool:
+        """Whether it is the best and no worse than what best.pt holds, or, if the best could not be saved, better."""
+        metric, held, mode = metrics[self.settings.metric], self._best_held, self.settings.mode
+        if improved and held is not None and is_better(held, metric, mode):
+            logger.info(f"{self.directory / BEST} holds a better one ({held:g}) from before, and stays")
             return False
-        return is_better(metrics[self.settings.metric], self._best_held, self.settings.mode)
+        if improved:
+            return True
+        return self._best_lost and self.writer is not None and not self.writer.busy and is_better(metric, held, mode)
 
     def _save_where_it_stands(self, watch: Watch) -> None:
         """last.pt as of now, whole on the disk when this returns, if the disk takes it."""
@@ -183,13 +202,22 @@ class Keeper:
         if self._watch is not None:  # else no step was done since the start, and last.pt is as it was
             self._save_where_it_stands(self._watch)
 
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in unwrap(self.model).named_buffers(remove_duplicate=False):
+            yield _clean(name), buffer
+
     def _content(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "model": {k.replace("_orig_mod.", ""): v for k, v in unwrap(self.model).state_dict().items()},
+            "model": {_clean(name): value for name, value in unwrap(self.model).state_dict().items()},
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "state": self.state.to_dict(),
             "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
             "facts": self.facts,
         }
+
+
+def _clean(name: str) -> str:
+    """Without the prefix of torch.compile."""
+    return name.replace("_orig_mod.", "")

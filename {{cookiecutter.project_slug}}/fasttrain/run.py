@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from fasttrain import facts, join, logs, machine
+from fasttrain import checkpoint, facts, join, lock, logs, machine
 from fasttrain.checkpoint import LAST, PREVIOUS
 from fasttrain.errors import SettingsError, UserError
 from fasttrain.failures import Failures, tell_launcher
@@ -70,7 +70,7 @@ class Run:
     def begin_training(self) -> None:
         """All is checked: from here on this is a run, whose settings, versions and command line are written down."""
         if self.is_main:
-            (self.dir / "config.yaml").write_text(to_yaml(self.settings))
+            facts.put(self.dir / "config.yaml", to_yaml(self.settings))
             facts.write(self.dir / facts.FILE, self.id, self.home, self.device, self.world, self.started, self.began)
         self.stop.give_up = self._give_up
         self.stop.begin(self.rank, self.world, self.token)
@@ -144,9 +144,9 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
         if join.launched():
             place.failures.share(join.join(place.device, run.timeout))
         place.began, place.settings, place.home = psutil.Process().create_time(), settings, home
-        claimed = place.on_rank0(lambda: _claim(run.dir, resume, place.began, home))
-        directory, checkpoint, place.started, place.id, place.token = claimed
-        place.dir, place.resume = Path(directory), None if checkpoint is None else Path(checkpoint)
+        claimed = place.on_rank0(lambda: _claim(run.dir, resume, place.began, home, place.stack))
+        directory, saved, place.started, place.id, place.token = claimed
+        place.dir, place.resume = Path(directory), None if saved is None else Path(saved)
         place.log = place.stack.enter_context(logs.start(place.dir, place.rank, run.log_level))
         watchdog.flush = place.log.close
         if os.environ.get("FASTTRAIN_FAULT"):  # only tests set it
@@ -155,7 +155,7 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
             inject.install(os.environ["FASTTRAIN_FAULT"], place.rank, place.dir)
         logger.info("run directory {}", place.dir)
         if resume == "auto":
-            told = f"going on from {checkpoint}" if checkpoint else "nothing to resume, starting fresh"
+            told = f"going on from {saved}" if saved else "nothing to resume, starting fresh"
             logger.info("resume=auto: {}", told + ("; only with run.dir set can a run be resumed" * (not run.dir)))
         yield place
         place.agree(None)  # no rank has succeeded before all have: the last save on rank 0 may fail
@@ -243,10 +243,15 @@ def _place(timeout: float, threads: int | None) -> Run:
     device = pick_device(local_rank, local_world)
     if threads is not None:
         torch.set_num_threads(threads)
-    elif device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        # Not set, or set to 1 by torchrun, which does so whatever the machine has.
+    elif device.type == "cpu" and not _chosen_threads():
         torch.set_num_threads(max(1, machine.cores() // local_world))
     return Run(rank, local_rank, world, local_world, device, failures=Failures(rank, world, timeout))
+
+
+def _chosen_threads() -> bool:
+    """Whether OMP_NUM_THREADS was set by somebody. torchrun sets it to 1, whatever the machine has."""
+    unset = {None, "1"} if "TORCHELASTIC_RUN_ID" in os.environ else {None}
+    return os.environ.get("OMP_NUM_THREADS") not in unset
 
 
 def pick_device(local_rank: int, local_world: int) -> torch.device:
@@ -265,9 +270,9 @@ def pick_device(local_rank: int, local_world: int) -> torch.device:
 
 
 def _claim(
-    directory: str | None, resume: str | None, began: float, home: Path
+    directory: str | None, resume: str | None, began: float, home: Path, stack: ExitStack
 ) -> tuple[str, str | None, float, str, str]:
-    """Make or take over the run directory.
+    """Make or take over the run directory, and hold it until the stack is closed.
 
     Returns its path, the checkpoint to resume from, when the run first began, its id, and a token of this start.
     """
@@ -280,18 +285,31 @@ def _claim(
         except OSError as error:
             raise SettingsError("run.dir", directory, f"a folder that can be made ({error.strerror})") from None
     first = path / facts.FILE
-    if first.exists() and resume is None:
-        expected = "a new folder: this one holds a run already. resume=auto goes on with it"
-        raise SettingsError("run.dir", directory, expected)
+    _refuse_second(first, resume)
+    stack.enter_context(lock.held(path))
+    _refuse_second(first, resume)  # one that ended meanwhile
     found = [str(path / name) for name in (LAST, PREVIOUS) if (path / name).exists()]
-    checkpoint = resume if resume != "auto" else found[0] if found else None
-    if checkpoint is not None and Path(checkpoint).is_dir():
-        expected = f"a checkpoint; this is a folder, try resume={Path(checkpoint) / LAST}"
-        raise SettingsError("resume", checkpoint, expected)
+    saved = resume if resume != "auto" else found[0] if found else None
+    if saved is not None and Path(saved).is_dir():
+        expected = f"a checkpoint; this is a folder, try resume={Path(saved) / LAST}"
+        raise SettingsError("resume", saved, expected)
     (path / MARKER).unlink(missing_ok=True)  # it goes on
     token = uuid.uuid4().hex
-    started, name = facts.first_start(first) if first.exists() and checkpoint else (began, token)
-    return str(path), checkpoint, started, name, token
+    started, name = began, token
+    if first.exists():  # the same run, even if it was ended before its first checkpoint
+        started, name = facts.first_start(first) or (began, _id_in(saved) or token)
+    return str(path), saved, started, name, token
+
+
+def _refuse_second(first: Path, resume: str | None) -> None:
+    if first.exists() and resume is None:
+        expected = "a new folder: this one holds a run already. resume=auto goes on with it"
+        raise SettingsError("run.dir", first.parent, expected)
+
+
+def _id_in(path: str | None) -> str | None:
+    state = {} if path is None else checkpoint.read(checkpoint.intact(Path(path))).get("state")
+    return str(state["run_id"]) if isinstance(state, dict) and state.get("run_id") else None
 
 
 def _new_directory(runs: Path) -> Path:

@@ -1,6 +1,6 @@
 """The process that writes checkpoints, and how their file is laid out. Needs the standard library only.
 
-    python -I -S fasttrain/saver.py PARENT FD SIZE        started by snapshot.py, never by hand
+    python -I -S fasttrain/saver.py PARENT FD SIZE        started by writer.py, never by hand
 
 It is started by its path, without torch and without the project, so that it is there within milliseconds and takes a
 few MB. A request comes in on its standard input, the answer, a line of JSON, goes out on its standard output; the
@@ -143,7 +143,8 @@ def answer(
     done: dict[str, dict[str, Any]] = {}
     for name, previous in files:
         if previous is not None:
-            _make_room(Path(folder, name), Path(folder, previous), _need(skeleton, sizes))
+            with contextlib.suppress(OSError):  # writing meets it again, and says it
+                _make_room(Path(folder, name), Path(folder, previous), _need(skeleton, sizes))
     for name, previous in files:
         began = time.perf_counter()
         path = Path(folder, name)

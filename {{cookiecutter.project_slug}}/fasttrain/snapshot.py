@@ -1,26 +1,19 @@
 """A training's state copied into host memory, from where another process writes it: saving costs the loop a copy.
 
 `Skeleton` takes a dictionary apart into its tensors and a small pickle of the rest, in the form of `torch.save`;
-`Snapshot` holds the memory, allocated and touched once, that the tensors are copied to; `Saver` is this side of the
-process that writes (saver.py).
+`Snapshot` holds the memory, allocated and touched once, that the tensors are copied to.
 """
 
 from __future__ import annotations
 
-import functools
 import io
-import json
 import math
 import mmap
 import os
 import pickle
-import subprocess
-import sys
-import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +51,7 @@ class Skeleton(pickle.Pickler):
 
     Attributes:
         tensors: flat, in the order of their numbers; a tensor that stands under two names has one.
+        names, kinds: for each the name it stands under, the first of them, and its dtype.
         records: for each where it begins in a snapshot, and its bytes.
         bytes: the pickle.
         size: of the snapshot.
@@ -70,9 +64,12 @@ class Skeleton(pickle.Pickler):
         self._buffer = io.BytesIO()
         super().__init__(self._buffer, protocol=2)  # as torch.save, and all that weights_only reads
         self.tensors: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self.kinds: list[torch.dtype] = []
         self.records: list[tuple[int, int]] = []
         self.size = 0
         self._numbers: dict[Any, int] = {}
+        self._name = ""
         self.dump(dict(content))
         self.bytes = self._buffer.getvalue()
 
@@ -82,6 +79,8 @@ class Skeleton(pickle.Pickler):
             yield tensor.cpu().view(torch.uint8).numpy().data
 
     def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is str:  # asked for everything in its order: a tensor comes after its name
+            self._name = obj
         return ("storage", obj.kind, str(obj.number), "cpu", obj.elements) if type(obj) is _Stored else None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -103,6 +102,8 @@ class Skeleton(pickle.Pickler):
             self._numbers[key] = len(self.tensors)
             # Dense memory in whatever order of axes, channels_last say: one block to copy.
             self.tensors.append(tensor.as_strided((tensor.numel(),), (1,)))
+            self.names.append(self._name)
+            self.kinds.append(tensor.dtype)
             size = tensor.numel() * tensor.element_size()
             self.records.append((self.size, size))
             self.size += -(-size // saver.ALIGNED) * saver.ALIGNED
@@ -166,74 +167,38 @@ class Snapshot:
         for device in {tensor.device for tensor in skeleton.tensors if tensor.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
 
-    def is_finite(self, records: Sequence[tuple[int, int]], kinds: Sequence[torch.dtype]) -> bool:
-        """Whether there is neither NaN nor infinity in it. Reads it once; from the thread that waits for the saver."""
-        pieces = (self.bytes[start : start + size] for start, size in records)
-        return all(is_finite(piece.view(kind)) for piece, kind in zip(pieces, kinds, strict=True))
+    def tensors(self, skeleton: Skeleton) -> Iterator[torch.Tensor]:
+        """What was taken, flat, in the order of their numbers."""
+        for kind, (start, size) in zip(skeleton.kinds, skeleton.records, strict=True):
+            yield self.bytes[start : start + size].view(kind)
+
+
+def not_finite(names: Iterable[str], tensors: Iterable[torch.Tensor], infinite: Container[str]) -> str | None:
+    """What must not be saved: "NaN in conv1.weight". Reads every tensor once. None: all is well.
+
+    Args:
+        infinite: names of those that may hold infinity.
+    """
+    for name, tensor in zip(names, tensors, strict=True):
+        if not is_finite(tensor):
+            if is_nan(tensor):
+                return f"NaN in {name}"
+            if name not in infinite:
+                return f"infinity in {name}"
+    return None
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no number is NaN or infinite. Without a mask as large as the tensor."""
+    return all(map(math.isfinite, _extremes(tensor)))
+
+
+def is_nan(tensor: torch.Tensor) -> bool:
+    """Whether a number is NaN."""
+    return any(map(math.isnan, _extremes(tensor)))
+
+
+def _extremes(tensor: torch.Tensor) -> tuple[Any, ...]:
     if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    least, most = torch.aminmax(tensor)  # NaN if there is one
-    return math.isfinite(least) and math.isfinite(most)
-
-
-class Saver:
-    """The process that writes. Where it can't be used (no memfd), a thread of this process writes itself.
-
-    Must be called from one thread at a time.
-    """
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot
-        self.process: subprocess.Popen[bytes] | None = None
-        self._given_up = threading.Event()
-        if snapshot.fd is not None:
-            self._start(snapshot.fd)
-
-    def _start(self, fd: int) -> None:
-        command = [sys.executable, "-I", "-S", saver.__file__, str(os.getpid()), str(fd), str(self.snapshot.size)]
-        # Not multiprocessing: the same whatever the start method is, and nothing of CUDA is forked.
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(fd,))
-
-    def write(
-        self, folder: Path, files: Sequence[tuple[str, str | None]], skeleton: Skeleton
-    ) -> dict[str, dict[str, Any]]:
-        """Write the snapshot under these names, each with the name that the file there before is kept under, or None.
-
-        Waits for the disk. Never raises for it: for each name the answer is ``bytes`` and ``seconds``, or ``error``.
-        """
-        records = skeleton.records
-        if self.snapshot.fd is None:
-            contents = functools.partial(saver.pieces, self.snapshot.memory, records)
-            return saver.answer(str(folder), files, skeleton.bytes, [n for _, n in records], contents, self._alive)
-        request = {"folder": str(folder), "files": files, "records": records, "skeleton": len(skeleton.bytes)}
-        if self.process is None or self.process.poll() is not None:  # killed, by the system short of memory say
-            self._start(self.snapshot.fd)
-        assert self.process is not None
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n" + skeleton.bytes)
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except OSError:  # a broken pipe
-            line = b""
-        if line:
-            answer: dict[str, dict[str, Any]] = json.loads(line)
-            return answer
-        error = f"the saver (process {self.process.pid}) ended with {self.process.wait()}"
-        return {name: {"error": error} for name, _ in files}
-
-    def close(self) -> None:
-        """End the process; what it was writing is given up."""
-        self._given_up.set()
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-    def _alive(self) -> None:
-        if self._given_up.is_set():
-            raise OSError("given up, since the training ended")
+        return ()
+    return tuple(torch.aminmax(tensor))  # NaN if there is one

@@ -71,13 +71,13 @@ class State:
         """Take over the numbers of a checkpoint; one that it lacks keeps its first value.
 
         Raises:
-            ValueError: one of them is of another kind.
+            ValueError: one of them is of another kind, or counts less than 0.
         """
         for field in fields(self):
             if field.name in saved:
                 value = saved[field.name]
                 kinds = _KINDS.get(type(field.default), (int, float, type(None)))
-                if not isinstance(value, kinds):
+                if not isinstance(value, kinds) or (kinds is int and value < 0):
                     raise ValueError(f"state.{field.name} is {value!r}")
                 setattr(self, field.name, value)
 

@@ -33,6 +33,7 @@ T = TypeVar("T")
 MARKER = "preempted"  # the file in the run directory that says: not finished, start it again
 EVERY = 0.25  # seconds between two looks at the store
 ANSWER = 10.0  # seconds after which a rank that hasn't written its point is taken to be gone
+BY_ITSELF = 2.0  # seconds that the main thread has to end by itself after a second Ctrl-C
 LAST_WORDS = 5.0  # seconds for the log to be written when the process is ended from the thread
 HELD_BACK = {signal.SIGUSR1} if hasattr(signal, "SIGUSR1") else set()
 
@@ -65,7 +66,8 @@ class Stop:
         self._frozen = False  # the next point is written down: not to be passed before the end point is known
         self._until: int | None = None
         self._lost: str | None = None  # why the ranks can't agree
-        self._asked_at, self._interrupts = 0.0, 0
+        self._asked_at = 0.0
+        self._interrupts = self._interrupts_heard = 0  # Ctrl-C: that reached the main thread, and the other
         self._training = self._over = False
         self._store: Any = None
         self._told = 0  # texts from rank 0 that were said here
@@ -140,17 +142,21 @@ class Stop:
         self._closed.set()
         if not self._before:
             return
-        if self._thread.is_alive():
-            self._there.send(b"\0")  # no signal: it is waiting for one
-            self._thread.join()
+        self._end_thread()
         signal.set_wakeup_fd(-1)
         if HELD_BACK and hasattr(signal, "sigtimedwait"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-        self._here.close()
-        self._there.close()
+        if not self._thread.is_alive():
+            self._here.close()
+            self._there.close()
+
+    def _end_thread(self) -> None:
+        if self._thread.is_alive():
+            self._there.send(b"\0")  # no signal: it is waiting for one
+            self._thread.join(LAST_WORDS)  # not for ever: it may be asking a store that is gone
 
     # ---- in the main thread ------------------------------------------------------------------------------------------
 
@@ -210,10 +216,12 @@ class Stop:
             self._came(info.si_signo)
 
     def _came(self, number: int) -> None:
+        # Counted here again: a main thread that is stuck outside of Python never comes to its signal handler.
+        self._interrupts_heard += number == signal.SIGINT
         if self.asked is None:
             self._ask(number)
-        elif number == signal.SIGINT and self._interrupts >= 2:
-            self._closed.wait(2)  # the main thread ends by itself, if it can
+        elif number == signal.SIGINT and self._interrupts_heard >= 2:
+            self._closed.wait(BY_ITSELF)
             if not self._closed.is_set():
                 self._end_process("ended at once by a second Ctrl-C", in_order=False)
 
@@ -290,6 +298,6 @@ if hasattr(os, "register_at_fork"):
 def mark(folder: Path, text: str) -> None:
     """Leave the marker: its first line says what happened, the second what to do."""
     try:
-        (folder / MARKER).write_text(f"{text}\n")
+        (folder / MARKER).write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
         logger.warning(f"{folder / MARKER}: can't be written ({error.strerror})")

@@ -14,6 +14,7 @@ from fasttrain import host, packed
 from fasttrain.folder import printable
 
 BLOCK = 8 << 20  # bytes at a time
+TO_END = 5.0  # seconds that the thread gets to end: a disk or server that is stuck must not hold up the end
 RESERVE = 0.1  # of all memory, left to the training itself
 
 
@@ -47,12 +48,12 @@ class Warming:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self.wait()
+        self.wait(TO_END)
 
-    def wait(self) -> None:
-        """Until all of it is read."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Until all of it is read, or so many seconds."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _read(self, path: str) -> None:
         """One pass from beginning to end. Reading lets go of the interpreter, so that the training goes on."""

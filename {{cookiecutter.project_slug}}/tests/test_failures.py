@@ -83,6 +83,18 @@ def test_a_later_error_of_its_own_is_not_the_first_cause(pair: tuple[Failures, F
     assert str(pair[1].explain(UserError("second"))) == "rank 0 failed first: first"
 
 
+def test_only_a_process_that_failed_is_ended_after_a_while(
+    pair: tuple[Failures, Failures], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that a signal asked to end, and whose workers are slow to, ends with the signal's code."""
+    armed: list[float] = []
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda seconds, **options: armed.append(seconds))
+    pair[0].explain(SystemExit(143), asked=True)
+    assert armed == []
+    pair[0].explain(UserError("wrong"))
+    assert armed == [failures.TO_END]
+
+
 def test_of_two_that_fail_at_once_one_is_the_first(pair: tuple[Failures, Failures]) -> None:
     first = Cause(0, "a")
     assert pair[0]._claim(first) == first

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +70,21 @@ def seen(batches: Iterator[Batch]) -> list[tuple[float, ...]]:
     return [
         tuple(float(column[i]) for column in batch.tensors[1:]) for batch in batches for i in range(len(batch.indices))
     ]
+
+
+def test_workers_that_stay_get_more_than_one_look_to_begin_a_validation_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeding, "LOOK", 0.2)
+    feed = make(workers=1, persistent_workers=True)
+    try:
+        first = seen(feed.validation())
+        worker = feed._val_loader._iterator._workers[0].pid  # type: ignore[union-attr]
+        os.kill(worker, signal.SIGSTOP)
+        later = threading.Timer(1.0, os.kill, (worker, signal.SIGCONT))
+        later.start()
+        assert seen(feed.validation()) == first
+        later.join()
+    finally:
+        feed.close()
 
 
 def three_epochs(feed: Feed) -> list[list[tuple[float, ...]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import threading
@@ -179,6 +180,54 @@ def test_best_is_written_only_when_the_metric_improved(make: Make, tmp_path: Pat
     assert files(tmp_path) == ["last.pt"]
 
 
+def test_a_worse_model_does_not_take_the_place_of_a_best_that_was_written_before_a_kill(
+    make: Make, tmp_path: Path, logged: list[str]
+) -> None:
+    """best.pt of epoch 2 is written, last.pt of it is not: the training goes on from epoch 1, or from the start."""
+    one = make(state=State(epoch=1, best=0.5, best_epoch=0))
+    save_epoch(one, 0.5, improved=True)
+    before = (tmp_path / "last.pt").read_bytes()
+    one.state.best, one.state.step = 0.9, 9
+    save_epoch(one, 0.9, improved=True)
+    (tmp_path / "last.pt").write_bytes(before)
+
+    for resume in (tmp_path / "last.pt", None):
+        again = make(resume=resume)
+        again.state.step = 20
+        save_epoch(again, 0.7, improved=True)
+        assert checkpoint.load(tmp_path / "best.pt")["metrics"] == {"accuracy": 0.9}
+        assert any("best.pt holds a better one (0.9) from before" in line for line in logged)
+    again.state.step = 21
+    save_epoch(again, 0.9, improved=True)  # the epoch done again, to the same bits
+    assert checkpoint.load(tmp_path / "best.pt")["state"]["step"] == 21
+    save_epoch(again, 0.95, improved=True)
+    assert checkpoint.load(tmp_path / "best.pt")["metrics"] == {"accuracy": 0.95}
+
+
+def test_going_on_changes_nothing_of_what_the_state_takes_for_the_best(make: Make, tmp_path: Path) -> None:
+    """Else early stopping would come elsewhere than without the interruption."""
+    save_epoch(make(state=State(epoch=2, best=0.9)), 0.9, improved=True)
+    save_epoch(make(state=State(epoch=1, best=0.5, best_epoch=0)), 0.5)
+    state = State()
+    make(state=state, resume=tmp_path / "last.pt")
+    assert (state.best, state.best_epoch, state.epochs_without_gain) == (0.5, 0, 0)
+
+
+def test_a_best_that_was_lost_before_the_restart_is_made_up_for(make: Make, tmp_path: Path) -> None:
+    save_epoch(make(state=State(best=0.5)), 0.5, improved=True)
+    make(state=State(best=0.9, step=1)).finish(watch())  # its best.pt could not be written
+    save_epoch(make(resume=tmp_path / "last.pt"), 0.7)
+    assert checkpoint.load(tmp_path / "best.pt")["metrics"] == {"accuracy": 0.7}
+
+
+def test_a_damaged_best_is_replaced(make: Make, tmp_path: Path, logged: list[str]) -> None:
+    save_epoch(make(state=State(best=0.9)), 0.9, improved=True)
+    (tmp_path / "best.pt").write_bytes(b"damaged")
+    save_epoch(make(resume=tmp_path / "last.pt"), 0.7)
+    assert checkpoint.load(tmp_path / "best.pt")["metrics"] == {"accuracy": 0.7}
+    assert any("best.pt" in line and "the next best takes its place" in line for line in logged)
+
+
 def test_the_last_before_is_kept(make: Make, tmp_path: Path) -> None:
     one = make()
     for step in (1, 2, 3):
@@ -210,6 +259,10 @@ def test_last_is_written_by_steps(make: Make, tmp_path: Path) -> None:
         one.state.step = step
         one.save_last_if_due(watch(events))
         wait(one)
+    again = make(every_steps=3, resume=tmp_path / "last.pt")
+    again.state.step = 7
+    again.save_last_if_due(watch(events))
+    wait(again)
     saves = [event for event in events.seen if event["event"] == "checkpoint"]
     assert [event["step"] for event in saves] == [3, 6]
     assert all(event["pause"] > 0 and event["seconds"] > 0 and event["bytes"] > 1000 for event in saves)
@@ -303,15 +356,22 @@ def test_free_space_is_looked_at_before(make: Make, tmp_path: Path, logged: list
         subprocess.run(["umount", disk], check=True)
 
 
-def test_a_killed_saver_is_said_and_started_again(make: Make, tmp_path: Path, logged: list[str]) -> None:
+def test_a_killed_saver_is_said_and_started_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
     one = make()
     save_epoch(one)
-    process = saver_of(one)
-    os.kill(process, signal.SIGSTOP)
+    number = saver_of(one)
+    process: Any = one.writer._saver.process  # type: ignore[union-attr]
+    process.kill()
+    process.wait()
+    for half_written in (f".best.pt.{number}.tmp", f".last.pt.{number}.tmp", ".last.pt.1.tmp"):
+        (tmp_path / half_written).touch()
     one.state.step = 1
-    one.save_epoch(watch(), {"accuracy": 0.5}, True)
-    os.kill(process, signal.SIGKILL)
-    wait(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "poll", lambda: None)  # it is killed after that look
+        save_epoch(one, improved=True)
+    assert files(tmp_path) == [".last.pt.1.tmp", "last.pt"], "what it left"
     assert any("best.pt: not saved at step 1 (the saver" in line and "none yet" in line for line in logged)
     save_epoch(one, improved=True)
     assert checkpoint.load(tmp_path / "best.pt")["state"]["step"] == 1
@@ -324,7 +384,77 @@ def test_without_memory_for_a_snapshot_the_save_holds_up_the_training(
     one = make(state=State(step=5))
     one.save_epoch(watch(), {"accuracy": 0.5}, True)
     assert checkpoint.load(tmp_path / "last.pt")["state"]["step"] == 5
-    assert any("no memory to save behind the training" in line for line in logged)
+    assert any("to save behind the training" in line for line in logged)
+
+
+def test_where_no_process_can_be_started_the_save_holds_up_the_training(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    one = make(state=State(step=5))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        patch.setattr(shutil, "disk_usage", lambda path: refuse() if path == tmp_path else SimpleNamespace(free=1e12))
+        one.save_last_if_due(watch())  # prepares, in another thread
+        wait(one)
+        patch.undo()
+        patch.setattr(subprocess, "Popen", refuse)
+        save_epoch(one, improved=True)
+    assert checkpoint.load(tmp_path / "last.pt")["state"]["step"] == 5
+    assert any("Resource temporarily unavailable" in line and "to save behind" in line for line in logged), logged
+    assert any("its free space can't be read" in line for line in logged)
+
+
+def test_a_saver_that_is_lost_and_cannot_be_started_again_costs_the_save(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    one = make(state=State(step=5))
+    save_epoch(one)
+    os.kill(saver_of(one), signal.SIGKILL)
+    one.writer._saver.process.wait()  # type: ignore[union-attr]
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    one.state.step = 6
+    save_epoch(one)
+    assert checkpoint.load(tmp_path / "last.pt")["state"]["step"] == 5
+    assert any("last.pt: not saved at step 6" in x and "Too many open files" in x for x in logged), logged
+
+
+class Masked(nn.Module):
+    """With a causal mask of minus infinity, as in many transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.norm = nn.BatchNorm1d(4)
+
+
+@pytest.mark.parametrize("memory", [(0, 10**12), (900, 1000)])  # with and without room for a snapshot
+def test_infinity_may_stand_only_in_a_buffer_that_began_with_it(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str], memory: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(host, "memory", lambda: memory)
+    model: Any = Masked()
+    one = make(model, State(step=1))
+    save_epoch(one)
+    assert torch.equal(checkpoint.load(tmp_path / "last.pt")["model"]["mask"], model.mask)
+    for name, value in (("norm.running_var", torch.inf), ("norm.weight", -torch.inf), ("mask", torch.nan)):
+        tensor = model.state_dict()[name]
+        kept = tensor.clone()
+        tensor.view(-1)[0] = value
+        one.state.step += 1
+        save_epoch(one)
+        what = "NaN" if value != value else "infinity"
+        assert any(f"last.pt: not saved at step {one.state.step} (there is {what} in {name})" in x for x in logged), (
+            logged
+        )
+        tensor.copy_(kept)
+    assert checkpoint.load(tmp_path / "last.pt")["state"]["step"] == 1
 
 
 def test_without_anonymous_files_a_thread_writes(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +519,62 @@ def test_between_epochs_other_files_of_the_same_number_are_named(make: Make, tmp
     assert any("other training files" in line for line in logged)
 
 
+@pytest.mark.parametrize("setting", ["seed", "data.shuffle"])
+def test_within_an_epoch_its_order_may_not_be_changed(
+    make: Make, tmp_path: Path, setting: str, logged: list[str]
+) -> None:
+    def settings(value: int) -> dict[str, Any]:
+        return {"seed": value} if setting == "seed" else {"data": {"shuffle": value}}
+
+    save_epoch(make(state=State(position=8), settings=settings(0)))
+    with pytest.raises(UserError, match=rf"within an epoch, and {setting} 0 -> 1 changes the order"):
+        make(resume=tmp_path / "last.pt", settings=settings(1))
+    save_epoch(make(state=State(epoch=1), settings=settings(0)))
+    make(resume=tmp_path / "last.pt", settings=settings(1))
+    assert any(f"{setting} 0 -> 1" in line for line in logged)
+
+
+@pytest.mark.parametrize(
+    ("changed", "counts"),
+    [
+        ({"settings": {"seed": 1}}, True),  # the same training files, so the same split
+        ({"settings": {"seed": 1}, "training_data": "xyz"}, False),
+        ({"settings": {"seed": 1}, "training_data": None}, False),  # not known: taken to be another
+        ({"settings": {"seed": 0, "checkpoint": {"metric": "loss"}}}, False),
+        ({"settings": {"seed": 0, "checkpoint": {"metric": "accuracy", "every_steps": 5}}}, True),
+    ],
+)
+def test_a_best_of_another_split_or_metric_no_longer_counts(
+    make: Make, tmp_path: Path, changed: dict[str, Any], counts: bool, logged: list[str]
+) -> None:
+    settings = {"seed": 0, "checkpoint": {"metric": "accuracy"}}
+    first = make(state=State(epoch=2, best=0.9, best_epoch=0, epochs_without_gain=1), settings=settings)
+    save_epoch(first, 0.9, improved=True)
+    state = State()
+    make(state=state, resume=tmp_path / "last.pt", **changed)
+    assert (state.best, state.best_epoch, state.epochs_without_gain) == ((0.9, 0, 1) if counts else (None, None, 0))
+    assert any("the best so far, 0.9, no longer counts" in line for line in logged) is not counts
+
+
+@pytest.mark.parametrize("before", ["fp16", "fp32"])
+def test_float16_and_other_precisions_go_on_from_one_another(make: Make, tmp_path: Path, before: str) -> None:
+    halves = {"fp16": {"scale": 128.0}, "fp32": {}}
+
+    class Scaler(torch.amp.GradScaler):
+        def __init__(self, kind: str) -> None:
+            super().__init__("cpu", enabled=kind == "fp16")
+            if self._enabled:
+                self.load_state_dict({**self.state_dict(), **halves["fp16"]})
+
+    after = "fp32" if before == "fp16" else "fp16"
+    one = make()
+    one.scaler = Scaler(before)
+    save_epoch(one)
+    other = make()
+    other.update.scaler = Scaler(after)
+    other.resume(tmp_path / "last.pt")
+
+
 def test_resumed_with_other_settings_they_are_in_force_and_named(make: Make, tmp_path: Path, logged: list[str]) -> None:
     first = make()
     train_one_step(first)
@@ -434,7 +620,11 @@ def test_a_damaged_last_is_not_what_is_gone_on_from(make: Make, tmp_path: Path) 
         {"state": {"step": None}},
         {"state": {"run_id": 5}},
         {"optimizer": {"state": {0: "x"}}},
+        {"state": {"position": 11}},
+        {"state": {"position": -1}},
+        {"state": {"step": -1}},
         {"format": 99},
+        *({"facts": settings} for settings in (None, [1], "text")),
     ],
 )
 def test_a_checkpoint_with_odd_contents_is_refused_in_one_line(
@@ -442,7 +632,11 @@ def test_a_checkpoint_with_odd_contents_is_refused_in_one_line(
 ) -> None:
     save_epoch(make())
     path = tmp_path / "last.pt"
-    torch.save({**torch.load(path, weights_only=True), **change}, path)
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "facts": {**content["facts"], "settings": {1: 2, "a": 3}}}, path)
+    make(resume=path)  # odd, but all is there
+    change = {"facts": {**content["facts"], "settings": change["facts"]}} if "facts" in change else change
+    torch.save({**content, **change}, path)
     with pytest.raises(UserError, match=r"^resume=.*last\.pt: ") as caught:
         make(resume=path)
     assert "\n" not in str(caught.value)

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from fasttrain import checkpoint, saver
-from fasttrain.snapshot import Saver, Skeleton, Snapshot
+from fasttrain.snapshot import Skeleton, Snapshot
+from fasttrain.writer import Saver
 
 NUMBERS = 250_000  # of a state: 1 MB
 

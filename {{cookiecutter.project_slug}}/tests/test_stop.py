@@ -139,6 +139,45 @@ def test_a_training_that_does_not_come_to_its_end_is_ended(
         other.stop._thread.start()
 
 
+def test_a_second_ctrl_c_ends_a_main_thread_that_is_stuck_outside_of_python(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter's handler never runs then: only the numbers on the socket tell of the signals."""
+    ended: list[str] = []
+    one = ranks[0]
+    one.stop.world, one.stop._store = 1, None
+    monkeypatch.setattr(stop, "BY_ITSELF", 0.0)
+
+    def end(text: str, in_order: bool) -> None:
+        ended.append(text)
+        one.stop._closed.set()
+
+    monkeypatch.setattr(one.stop, "_end_process", end)
+    one.signal(signal.SIGINT)
+    one.signal(signal.SIGINT)
+    one.stop._thread.start()
+    one.stop._thread.join(20)
+    assert ended == ["ended at once by a second Ctrl-C"]
+    for other in ranks[1:]:
+        other.stop._thread.start()
+
+
+def test_closing_does_not_wait_for_a_thread_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a store that does not answer."""
+    monkeypatch.setattr(stop, "LAST_WORDS", 0.1)
+    one, answer = Stop(), threading.Event()
+    one.listen()
+    monkeypatch.setattr(one, "_agree", answer.wait)
+    one.begin(0, 1, "token")
+    closing = threading.Thread(target=one._end_thread, daemon=True)
+    closing.start()
+    closing.join(20)
+    stuck = closing.is_alive()
+    answer.set()
+    one.close()
+    assert not stuck
+
+
 def test_validation_is_given_up_where_all_ranks_can(ranks: list[Rank]) -> None:
     one = ranks[0].stop
     one.world, one._store = 1, None

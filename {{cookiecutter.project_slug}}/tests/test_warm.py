@@ -114,3 +114,19 @@ def test_a_file_that_fails_is_told(store: Path, said: list[str], monkeypatch: py
     monkeypatch.setattr(warm, "open", fails, raising=False)
     warm.Warming(str(store)).wait()
     assert said[-1] == f"data.warm: {store}/data.mdb can't be read: Input/output error"
+
+
+def test_a_disk_that_is_stuck_does_not_hold_up_the_end(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "TO_END", 0.1)
+    answer, left = threading.Event(), threading.Event()
+    monkeypatch.setattr(warm.Warming, "_read", lambda warming, path: answer.wait())
+
+    def train() -> None:
+        with warm.Warming(str(store)):
+            pass
+        left.set()
+
+    threading.Thread(target=train, daemon=True).start()
+    ended = left.wait(20)
+    answer.set()
+    assert ended
