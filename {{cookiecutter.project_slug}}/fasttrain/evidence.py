@@ -46,6 +46,7 @@ class Side:
     thread: tuple[float, float, float] | None = None  # seconds looked at, on a core, queued for one
     gauges: list[Mapping[str, Any]] = field(default_factory=list)
     workers: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)  # by process: what they hold
+    starts: list[float] = field(default_factory=list)  # of the training: more than one if it was resumed
 
     @property
     def wall(self) -> float:
@@ -85,7 +86,7 @@ def side_of(rank: Rank) -> Side:
     ]  # torch.profiler slows these down
     kept = [r for r in rank.records if not any(begin < r.time <= end for begin, end in profiles)]
     records = _settled(kept, starts, 1 + int(loader.get("workers", 0) or 0))
-    side = Side(rank.number, records, loader=loader, operations=graph.get("operations"))
+    side = Side(rank.number, records, loader=loader, operations=graph.get("operations"), starts=starts)
     if not records:
         return side
     begin, end = records[0].time - records[0].wall, records[-1].time

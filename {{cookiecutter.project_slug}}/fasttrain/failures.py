@@ -34,6 +34,7 @@ TO_END = 30.0  # seconds that a process which has failed may take to end; then i
 _OTHERS = re.compile(r"third_party/gloo|gloo/transport|NCCL|TCPStore|Connection (closed|reset) by peer")
 
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process (\d+)")
+_KILLED = 9  # SIGKILL, by a name that Windows has, too
 _PLACE = re.compile(r'File "(.+?)", line (\d+), in (\w+)')
 
 
@@ -160,13 +161,14 @@ class Failures:
         host, number = json.loads(self._store.get(f"process {rank}"))
         if host == socket.gethostname():
             try:
-                status = psutil.Process(number).status()
+                process = psutil.Process(number)
+                if (status := process.status()) == psutil.STATUS_STOPPED:
+                    process.resume()  # so that it can end, too
             except psutil.NoSuchProcess:
                 status = psutil.STATUS_DEAD
             if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
                 return f"its process {number} {how_it_ended(number)}"
             if status == psutil.STATUS_STOPPED:
-                os.kill(number, signal.SIGCONT)  # so that it can end, too
                 return f"its process {number} was stopped, and did not answer within {self.timeout:g} s (run.timeout)"
         where = f"process {number} on {host}"
         if timed_out:
@@ -180,8 +182,8 @@ def how_it_ended(number: int) -> str:
         stat = Path(f"/proc/{number}/stat").read_text()
         code = int(stat.rpartition(")")[2].split()[49])
     except (OSError, ValueError, IndexError):
-        code = signal.SIGKILL
-    if code & 0x7F == signal.SIGKILL:
+        code = _KILLED
+    if code & 0x7F == _KILLED:
         return "was killed, from outside or for want of memory (see dmesg)"
     if code & 0x7F:
         return f"was ended by the signal {signal.Signals(code & 0x7F).name}"

@@ -7,6 +7,7 @@ broadcast or batch statistics summed there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -39,13 +40,16 @@ def find(sides: Sequence[Side], settings: Mapping[str, Any]) -> list[Finding]:
 
 def _steps(sides: Sequence[Side]) -> list[list[BatchRecord]]:
     """The batches that all ranks have, each with its ranks' records in the order of `sides`."""
-    keyed: list[dict[tuple[int, int, int], BatchRecord]] = []
+    keyed: list[dict[tuple[int, int, int, int], BatchRecord]] = []
     for side in sides:
-        counts: dict[tuple[int, int], int] = {}
+        counts: Counter[tuple[int, int, int]] = Counter()
         by_key = {}
         for record in side.records:
-            at = counts[record.epoch, record.step] = counts.get((record.epoch, record.step), -1) + 1
-            by_key[record.epoch, record.step, at] = record
+            # A resumed training does some steps again. Counted from its end, since a rank may miss a start that failed.
+            restarts = sum(start >= record.time for start in side.starts)
+            step = restarts, record.epoch, record.step
+            by_key[(*step, counts[step])] = record
+            counts[step] += 1  # batches of one step, where gradients accumulate
         keyed.append(by_key)
     common = [key for key in keyed[0] if all(key in other for other in keyed[1:])]
     return [[by_key[key] for by_key in keyed] for key in common]

@@ -207,7 +207,8 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the training process decides
-        signal.signal(signal.SIGTERM, _end_soon)
+        if hasattr(signal, "alarm"):
+            signal.signal(signal.SIGTERM, _end_soon)
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         seeding.seed_all(self.seed, seeding.WORKER, self.rank, worker)
