@@ -176,6 +176,7 @@ class Feed:
             pinned=slots.pinned if slots is not None else all(tensor.is_pinned() for tensor in tensors),
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
             types=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            stored=getattr(self.train_samples.dataset, "stored", None),
             device=self.device.type,
             ranks=self.world,
             **machine.limits(),

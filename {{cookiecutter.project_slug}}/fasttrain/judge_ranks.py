@@ -145,33 +145,29 @@ def _communication(
     sides: Sequence[Side], steps: list[list[BatchRecord]], walls: list[float], settings: Mapping[str, Any]
 ) -> list[Finding]:
     """What the sums over the ranks take of a step, when nobody is late any more."""
+    if any(record.backward_cpu is None for record in steps[0]):
+        return []  # a device's times tell its computing and its waiting for a sum together
     queued = {side.number: side.thread[2] / side.thread[0] if side.thread else 0.0 for side in sides}
-    on_host = all(record.backward_cpu is not None for record in steps[0])
     sums = []
     for step in steps:
         last = []
         for side, record in zip(sides, step, strict=True):
-            if (
-                on_host
-            ):  # the thread sleeps while it waits for the sum; what it stood in the queue for a core is not that
-                asleep = record.backward - (record.backward_cpu or 0.0) - queued[side.number] * record.wall
-            else:  # a guess: a backward pass takes twice as long as the forward pass
-                asleep = record.backward - 2.2 * record.forward
+            # The thread sleeps while it waits for the sum; what it stood in the queue for a core is not that.
+            asleep = record.backward - (record.backward_cpu or 0.0) - queued[side.number] * record.wall
             last.append(max(0.0, asleep))
         sums.append(min(last))
     share, sure = sure_above(sums, walls, SUMS)
     if sure < SURE:
         return []
     accumulate = int((settings.get("train") or {}).get("accumulate") or 1)
-    guess = "" if on_host else " (judged from the forward pass: less sure)"
     return [
         Finding(
             "communication",
             share,
-            sure if on_host else 0.6 * sure,
+            sure,
             "summing the gradients over the ranks takes a large part of the step",
             f"{ms(sum(sums) / len(sums))} of {ms(fmean(walls))} a batch is spent in the backward pass waiting for the "
-            f"sum even by the rank that comes last, {percent(share)}{guess}",
+            f"sum even by the rank that comes last, {percent(share)}",
             f"train.accumulate: {accumulate} -> {4 * accumulate} sums a quarter as often: about "
             f"{percent(share * 0.75)} less time; a larger data.batch_size; a faster network, or a compressing hook "
             "(bf16_compress_hook) in train.py",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import HOME, QUICK, launch
 
-from fasttrain import machine, precision
+from fasttrain import clock, machine, precision
 
 
 def groups(root: Path, lines: str, files: dict[str, str]) -> Path:
@@ -74,6 +74,18 @@ def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, in
     assert precision.choose("auto", torch.device("cuda")) is dtype
     assert precision.choose("off", torch.device("cuda")) is None
     assert precision.choose("fp16", torch.device("cuda")) is torch.float16
+
+
+def test_apples_devices_are_timed_by_the_host_and_waited_for_in_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("mps"))
+    watch = clock.clock_of(torch.device("mps"))
+    begin = watch.stamp()
+    assert watch.passed(begin)
+    assert watch.seconds(begin, watch.stamp()) >= 0
+    assert waited == []
+    watch.settle()
+    assert waited == ["mps"]
 
 
 ELSEWHERE = """

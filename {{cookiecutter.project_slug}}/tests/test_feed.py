@@ -161,6 +161,16 @@ def test_a_sample_that_fails_ends_in_one_line(workers: int) -> None:
     feed.close()
 
 
+def test_the_loader_is_described_once_with_how_its_data_set_is_stored() -> None:
+    for stored in ("jpeg", None):
+        feed, told = make(), []
+        if stored:
+            vars(feed.train_samples.dataset)["stored"] = stored
+        feed.tell(lambda name, told=told, **fields: told.append((name, fields["stored"])))
+        list(feed.train(0))
+        assert told == [("loader", stored)]
+
+
 def test_batches_tell_who_made_them_and_how_long_it_took() -> None:
     feed = make(workers=2)
     batches = list(feed.train(0))
