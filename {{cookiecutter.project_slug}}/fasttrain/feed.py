@@ -103,7 +103,7 @@ class Feed:
         stem = seeding.mix(self.seed, seeding.STEP, epoch)
         for batch in to_device(self._host(count), self.device, self.clock, self.streams):
             # Draws in the training process (dropout, mixup) belong to this batch, whatever was drawn before.
-            seeding.seed_all(batch.number, self.rank, start=stem)
+            seeding.seed_all(batch.number, self.rank, start=stem, device=self.device)
             yield batch
         if not self.data.persistent_workers:
             self.close_training()

@@ -86,10 +86,13 @@ class Finite:
             self._step = _Step()
         self._step.indices.append(batch.indices)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of a batch. A loss that is not finite makes all gradients NaN, whatever they are."""
+    def backward(self, loss: torch.Tensor, told: torch.Tensor) -> None:
+        """The backward pass of a batch. A loss that is not finite makes all gradients NaN, whatever they are.
+
+        told: the loss as the model gave it, before it was scaled and divided.
+        """
         detached = loss.detach()
-        self._step.losses.append(detached)
+        self._step.losses.append(told.detach())
         if self._on_cpu and math.isfinite(detached.item()):
             loss.backward()
         else:  # beginning with 1, or with NaN

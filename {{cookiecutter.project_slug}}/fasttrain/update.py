@@ -45,9 +45,10 @@ class Schedule:
     """Linear warm-up, then half a cosine (Loshchilov, Hutter: SGDR), as a function of the optimizer step.
 
     Args:
-        lr: the highest rate. total: optimizer steps of the whole training. warmup: steps of the warm-up, at most a
-        fifth of
-            the training. final: where the cosine ends, as a part of lr.
+        lr: the highest rate.
+        total: optimizer steps of the whole training.
+        warmup: steps of the warm-up, at most a fifth of the training.
+        final: where the cosine ends, as a part of lr.
     """
 
     def __init__(self, lr: float, total: int, warmup: int, final: float) -> None:
@@ -119,7 +120,7 @@ class Update:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of this batch; the mean over the batches of the step."""
-        self.finite.backward(self.scaler.scale(loss / self._parts if self._parts > 1 else loss))
+        self.finite.backward(self.scaler.scale(loss / self._parts if self._parts > 1 else loss), loss)
 
     def step_if_due(self, state: State) -> bool:
         """After the last batch of a step: unscale, clip, set the rate, step, zero. True if a step was due.

@@ -36,7 +36,7 @@ class MapDataset(Protocol):
     """A data set with a length and an index: what `Feed` takes.
 
     It may also have ``unfinished(index)``: the same sample, all its draws made, in which an item may be `Later`. And it
-    may have ``prefetch(indices)``, which is told what a batch will ask for, and ``stored``: raw, jpeg (packed) or memory.
+    may have ``prefetch(indices)``, which is told what a batch will ask for, and ``stored``: raw, jpeg or memory.
     """
 
     def __len__(self) -> int: ...

@@ -426,9 +426,9 @@ def test_on_a_gpu_communication_is_not_guessed() -> None:
 
 
 def test_on_apples_devices_the_phase_in_which_the_host_waits_is_not_accused() -> None:
-    slow = {"optimizer": 0.08, "forward": 0.002, "backward": 0.003}
-    assert first(verdict(Training(**slow).rank())) == "optimizer"
-    assert not verdict(Training(**slow, loader=(("device", "mps"),)).rank()).findings
+    slow = Training(optimizer=0.08, forward=0.002, backward=0.003)
+    assert first(verdict(slow.rank())) == "optimizer"
+    assert not verdict(replace(slow, loader=(("device", "mps"),)).rank()).findings
 
 
 def test_the_slow_rank_is_named_with_its_cause() -> None:
