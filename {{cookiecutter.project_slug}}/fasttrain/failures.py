@@ -144,7 +144,7 @@ class Failures:
 
     def _describe(self, error: BaseException) -> str:
         """One line: where the training stood, what was raised, and in which line of code if that is to blame."""
-        place, text = self.place(), one_line(error)
+        place, text = self.place(), summary(error)
         return text if not place or text.startswith("epoch ") else f"{place}: {text}"  # it says another step itself
 
     def _find_lost(self, error: BaseException, how: Lost) -> tuple[Cause, bool]:
@@ -223,7 +223,7 @@ def lost_others(error: BaseException | None) -> Lost | None:
     return None
 
 
-def one_line(error: BaseException) -> str:
+def summary(error: BaseException) -> str:
     """What was raised, and the line of code that raised it unless the user can mend it by the message alone."""
     if isinstance(error, UserError):
         return str(error)
@@ -254,7 +254,7 @@ def tell_launcher(error: BaseException) -> None:
     # is a process which died without leaving such a file.
     later = 0 if not isinstance(error, EndedByOther) else 2 if error.only else -2
     at = int(time.time()) + later
-    content = {"message": {"message": getattr(error, TOLD, one_line(error)), "extraInfo": {"timestamp": str(at)}}}
+    content = {"message": {"message": getattr(error, TOLD, summary(error)), "extraInfo": {"timestamp": str(at)}}}
     try:
         Path(path).write_text(json.dumps(content), encoding="utf-8")
     except OSError as refused:

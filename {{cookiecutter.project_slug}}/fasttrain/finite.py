@@ -20,6 +20,7 @@ from torch import nn
 
 from fasttrain.errors import UserError
 from fasttrain.parallel import unwrap
+from fasttrain.records import no_listener
 from fasttrain.transfer import Batch
 
 LAG = 8  # steps after which a finding is read; the device is never further behind than that
@@ -67,7 +68,7 @@ class Finite:
         self.optimizer, self.policy, self.scaled, self.names = optimizer, policy, scaled, names
         heeds = getattr(optimizer, "_step_supports_amp_scaling", False)  # as torch's GradScaler asks
         self.on_device = device.type == "cuda" and heeds
-        self.event: Callable[..., None] = _nothing  # takes the events (records.Recorder.event)
+        self.event: Callable[..., None] = no_listener  # takes the events (records.Recorder.event)
         self.count = self.in_a_row = 0
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self._flat = _flatten(unwrap(model).buffers())
@@ -205,7 +206,3 @@ def _flatten(buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             begin += buffer.numel()
         flats.append(flat)
     return flats
-
-
-def _nothing(*args: Any, **fields: Any) -> None:
-    """No one listens."""

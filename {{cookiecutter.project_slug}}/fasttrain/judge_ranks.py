@@ -95,10 +95,8 @@ def _slow_rank(
     phase = max(more, key=lambda each: more[each])
     own, usual = side.mean(phase), fmean(each.mean(phase) for each in others)
     theirs = fmean(each.mean("backward") for each in others)
-    why, remedy = (
-        "",
-        f"compare rank {side.number}'s device and cores with the others' (clock, temperature, who shares it)",
-    )
+    why = ""
+    remedy = f"compare rank {side.number}'s device and cores with the others' (clock, temperature, who shares it)"
     if phase == "wait":
         data = judge_data.find(side, settings)
         why = f": {data[0].says}" if data else ": its loader"

@@ -88,9 +88,8 @@ def _tiny_kernels(side: Side, settings: Mapping[str, Any]) -> Finding | None:
         return None
     step = side.mean("forward") + side.mean("backward")
     host = [r.backward_cpu for r in side.records if r.backward_cpu is not None]
-    if (
-        host and fmean(host) > 0
-    ):  # the thread's own time: on a crowded machine the clock says nothing about an operation
+    if host and fmean(host) > 0:
+        # The thread's own time: on a crowded machine the clock says nothing about an operation.
         step = fmean(host) * step / max(1e-9, side.mean("backward"))
     each = step / count
     behind = [r.behind for r in side.records if r.behind is not None]

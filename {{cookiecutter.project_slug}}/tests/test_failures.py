@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fasttrain import failures, inject
 from fasttrain.errors import UserError
-from fasttrain.failures import Cause, EndedByOther, Failures, Lost, lost_others, one_line
+from fasttrain.failures import Cause, EndedByOther, Failures, Lost, lost_others, summary
 
 # Each takes the time of a training; `make faults` tries all.
 TRIED = (
@@ -174,7 +174,7 @@ class Failing(Dataset[int]):
 def test_an_error_in_a_loader_worker_is_one_line_with_its_place() -> None:
     with pytest.raises(KeyError) as caught:
         next(iter(DataLoader(Failing(), num_workers=1)))
-    text = one_line(caught.value)
+    text = summary(caught.value)
     assert "\n" not in text
     assert "'label'" in text
     assert "in loader worker 0 (test_failures.py:" in text
