@@ -14,8 +14,6 @@ from fasttrain.supply import ENOUGH, Supply, crowded, late_seconds, supply_of, t
 SHORT = 0.10  # part of the wall time from which waiting for data is a finding
 PACKED = 0.0001  # seconds a sample that a packed store takes (README: measured)
 
-DECODED = ("raw", "memory")  # how the images may lie there (the loader's event)
-
 
 def find(side: Side, settings: Mapping[str, Any]) -> list[Finding]:
     """What the waits say; empty if the supply is not short."""
@@ -46,12 +44,17 @@ def _bursts(supply: Supply) -> str:
 
 
 def _pack(supply: Supply, settings: Mapping[str, Any]) -> str:
-    """Packing, with the gain to expect; what is left to do where the images are packed already."""
+    """Packing, or what is left to do where the images are packed already."""
     stored = supply.side.loader.get("stored")
-    if stored in DECODED:
+    if stored in ("raw", "memory"):
         return "lighter transforms in data.py, or smaller images, since these lie there decoded already"
     if stored == "jpeg":
         return "the images packed anew with --format raw, which spares their decoding, too"
+    return _packing(supply, settings)
+
+
+def _packing(supply: Supply, settings: Mapping[str, Any]) -> str:
+    """Packing, with the gain to expect."""
     data = _section(settings, "data")
     after = max(supply.rest, supply.samples * PACKED / max(1, min(supply.workers, supply.cores)))
     now = max(supply.rest, fmean(record.wall for record in supply.side.records))

@@ -198,7 +198,6 @@ def _validation(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     if len(pauses) < 2 or share < VALIDATION:
         return None
     fraction = _section(settings, "data").get("val_fraction", 0.1)
-    part = BEARABLE * (1 - share) / (share * (1 - BEARABLE))  # of the images: the training's own time stays
     return Finding(
         "validation",
         share,
@@ -206,8 +205,13 @@ def _validation(side: Side, settings: Mapping[str, Any]) -> Finding | None:
         "validation takes a large part of the time",
         f"{len(pauses)} times, {median(pauses):.2f} s each: {percent(share)} of the time",
         f"fewer validation images (data.val_fraction: {fraction} -> smaller, or fewer files in val/), or longer "
-        f"epochs; {percent(part)} of them would take {percent(BEARABLE)}",
+        f"epochs; {percent(_reduced(share))} of them would take {percent(BEARABLE)}",
     )
+
+
+def _reduced(share: float) -> float:
+    """The part of a validation that would take `BEARABLE` of the time, which is less then: the training's own stays."""
+    return BEARABLE * (1 - share) / (share * (1 - BEARABLE))
 
 
 def _other(side: Side, settings: Mapping[str, Any]) -> Finding | None:
