@@ -11,7 +11,7 @@ by page, into each worker that reads it; arrays are not (`fasttrain/listing.py`)
 
 A data set may also have `unfinished(index)`, as the two below: the same sample, but all draws are made while an image
 may still be an `images.Crop`. The loader then draws and reads many samples before it makes their crops, straight in
-the batch: it saves a third of the time of a packed image of 224 x 224.
+the batch: it saves a quarter of the time of a packed image of 224 x 224.
 
 One rule keeps a run repeatable: draw only from Python's, NumPy's or torch's global generators. They are seeded for each
 sample from (seed, epoch, index), so its augmentation depends neither on the workers nor on the number of processes.

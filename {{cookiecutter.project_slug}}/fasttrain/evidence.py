@@ -156,6 +156,12 @@ def normal(z: float) -> float:
     return 0.5 * (1 + math.erf(z / math.sqrt(2)))
 
 
+def section_of(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """One section of config.yaml; empty if the run has none, as one of an older version may."""
+    found = settings.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def ms(seconds: float) -> str:
     """Milliseconds for people: three digits."""
     value = seconds * 1e3

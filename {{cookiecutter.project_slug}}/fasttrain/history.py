@@ -81,6 +81,24 @@ def _mapping(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+class Tail:
+    """The JSON lines that were added to a file since the last call: whole ones only, damaged ones left out."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._at = file, 0
+
+    def __call__(self) -> list[dict[str, Any]]:
+        try:
+            with self._file.open("rb") as opened:
+                opened.seek(self._at)
+                text = opened.read()
+        except OSError:  # not begun, or written on another machine
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [row for line in whole.splitlines() if isinstance(row := _value(line), dict)]
+
+
 _NEEDED, _OPTIONAL = BatchRecord._fields[:11], BatchRecord._fields[11:]
 _NUMBER, _OR_NOTHING = frozenset((int, float)), frozenset((int, float, type(None)))
 
@@ -125,7 +143,7 @@ def _parsed(lines: list[str]) -> list[Any]:
     return rows if rows is not None and len(rows) == len(lines) else [_value(line) for line in lines]
 
 
-def _value(text: str) -> Any:
+def _value(text: str | bytes) -> Any:
     """None for what is half written: the training goes on, or was killed."""
     try:
         return json.loads(text)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean, median
 from typing import Any
 
-from fasttrain.evidence import LEAST_LOOKS, SURE, Side, ms, percent, sure_above, sure_of_count
+from fasttrain.evidence import LEAST_LOOKS, SURE, Side, ms, percent, section_of, sure_above, sure_of_count
 from fasttrain.findings import Finding
 
 COPY = 0.08  # parts of the wall time from which these are findings
@@ -58,7 +58,7 @@ def _copy(side: Side, settings: Mapping[str, Any]) -> Finding | None:
             "copies to the device don't overlap with computing: the batches are not in pinned memory",
             (
                 "data.pin_memory: false -> null"
-                if _section(settings, "data").get("pin_memory") is False
+                if section_of(settings, "data").get("pin_memory") is False
                 else "raise the limit of locked memory (ulimit -l), or see in the log why batches can't be pinned"
             ),
         )
@@ -118,7 +118,7 @@ def _optimizer(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     )
     if sure < SURE or side.mean("optimizer") < OPTIMIZER_SECONDS:
         return None
-    section, train = _section(settings, "optimizer"), _section(settings, "train")
+    section, train = section_of(settings, "optimizer"), section_of(settings, "train")
     accumulate = int(train.get("accumulate") or 1)
     where = f"; {looks[0].count} of {sum(k.count for k in looks)} looks at it: {looks[0].own}" if looks else ""
     return Finding(
@@ -178,17 +178,21 @@ def _checkpoint(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     share = sum(pauses) / side.elapsed
     if len(pauses) < 3 or share < CHECKPOINT:
         return None
-    every = _section(settings, "checkpoint").get("every_minutes", 10)
+    section = section_of(settings, "checkpoint")
+    every, steps = section.get("every_minutes"), section.get("every_steps")
+    every = every if isinstance(every, (int, float)) else 10.0  # in config.yaml it may be a reference
     often = side.elapsed / len(pauses)
-    wanted = max(10.0, sum(pauses) / len(pauses) * 100 / 60)
-    change = f"checkpoint.every_minutes: {every} -> {wanted:g}" if often < 60 * wanted else "a faster disk for run.dir"
+    wanted = max(10.0, every, round(sum(pauses) / len(pauses) * 100 / 60, 1))  # minutes: saving then takes 1 %
+    changes = [f"checkpoint.every_minutes: {every:g} -> {wanted:g}"] * (every < wanted)
+    changes += [f"checkpoint.every_steps: {steps} -> null"] * bool(steps)
+    change = " and ".join(changes) or "longer epochs, since each ends in a save, or a faster disk for run.dir"
     return Finding(
         "checkpoint",
         share,
         0.97,
         "writing checkpoints stops the training often",
         f"{len(pauses)} times, every {often:.1f} s, {ms(median(pauses))} each: {percent(share)} of the time",
-        f"{change}: about {percent(share)} less time",
+        f"{change}: about {percent(share * (1 - often / (60 * wanted)))} less time",
     )
 
 
@@ -197,7 +201,7 @@ def _validation(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     share = sum(pauses) / side.elapsed
     if len(pauses) < 2 or share < VALIDATION:
         return None
-    fraction = _section(settings, "data").get("val_fraction", 0.1)
+    fraction = section_of(settings, "data").get("val_fraction", 0.1)
     return Finding(
         "validation",
         share,
@@ -258,8 +262,3 @@ def _other_processes(side: Side, settings: Mapping[str, Any]) -> Finding | None:
         f"a core {percent(queued)} of the time",
         "end the other processes, or keep these cores to the training (taskset, --cpuset-cpus)",
     )
-
-
-def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = settings.get(name)
-    return found if isinstance(found, Mapping) else {}

@@ -112,6 +112,7 @@ class Report:
         logger.info(f"best {name} {state.best:.4f} in epoch {state.best_epoch + 1}: {where}")
         if best.exists():
             logger.info(f"next: python -m fasttrain evaluate {best}")
+        logger.info(f"next: python -m fasttrain report {self.run.dir}")
 
     def _say_verdict(self) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,36 +46,14 @@ class Follower:
 
     def __init__(self, directory: Path, number: int) -> None:
         self.kept = Kept(number)
-        self._paths = (directory / f"rank{number}.jsonl", directory / f"events{number}.jsonl")
-        self._at = [0, 0]
+        self._records = history.Tail(directory / f"rank{number}.jsonl")
+        self._events = history.Tail(directory / f"events{number}.jsonl")
 
     def read(self) -> None:
-        for place, path in enumerate(self._paths):
-            for row in self._rows(place, path):
-                if place:
-                    if "event" in row and "time" in row:
-                        self.kept.take(row)
-                elif (record := history.record_of(row)) is not None:
-                    self.kept.records.append(record)
-
-    def _rows(self, place: int, path: Path) -> list[dict[str, Any]]:
-        try:
-            with path.open("rb") as file:
-                file.seek(self._at[place])
-                text = file.read()
-        except OSError:  # that rank writes elsewhere (another machine), or has not begun
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._at[place] += len(whole)
-        return [row for line in whole.splitlines() if (row := _row(line)) is not None]
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:  # damaged, as after a full disk
-        return None
-    return row if isinstance(row, dict) else None
+        self.kept.records.extend(record for row in self._records() if (record := history.record_of(row)) is not None)
+        for row in self._events():
+            if "event" in row and "time" in row:
+                self.kept.take(row)
 
 
 class LiveVerdict:

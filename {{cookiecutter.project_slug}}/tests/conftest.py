@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("images") / "shapes"
     shapes.draw(root, seed=1, train_per_class=8, val_per_class=1)
     return root
+
+
+def until(true: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until it is so; a hang becomes a failure."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"not so after {seconds:g} s"
+        time.sleep(0.01)
 
 
 def copy_project(folder: Path) -> Path:

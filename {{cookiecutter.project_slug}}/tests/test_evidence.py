@@ -364,6 +364,7 @@ def test_a_training_ends_with_its_verdict(train: Train, changed_project: Change)
     assert run.code == 0, run.output
     assert "verdict: the training process loads its own data" in run.output
     assert "do: data.workers: 0 -> " in run.output
+    assert f"next: python -m fasttrain report {run.dir}" in run.output
     (loader,) = run.events("loader")
     assert (loader["workers"], loader["slots"], loader["types"]) == (0, True, ["uint8", "int64"])
     record = run.records()[-1]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from conftest import until
 from faults import CASES, Case, attempt, check
 from torch.utils.data import DataLoader, Dataset
 
@@ -100,8 +100,7 @@ def test_a_killed_process_is_named_aloud(pair: tuple[Failures, Failures]) -> Non
     gone = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     pair[1]._store.set("process 1", pair[1]._store.get("process 1").decode().rsplit(",", 1)[0] + f", {gone.pid}]")
     gone.kill()
-    while Path(f"/proc/{gone.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.01)
+    until(lambda: Path(f"/proc/{gone.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
     other = pair[0].explain(CLOSED)
     gone.wait()
     assert isinstance(other, EndedByOther)

@@ -99,7 +99,6 @@ def test_time_planted_in_a_phase_with_the_real_clock() -> None:
         watch.mark("optimizer")
     for record in sink.records:
         assert record.backward >= 0.05
-        assert record.wall - record.backward < record.backward
 
 
 def test_batches_and_pauses_add_up_to_the_whole_time() -> None:
