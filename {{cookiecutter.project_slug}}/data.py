@@ -78,6 +78,7 @@ class Images(Dataset[Sample]):
 
     def __init__(self, listing: folder.Listing, cfg: Data, train: bool) -> None:
         self.listing, self.cfg, self.train = listing, cfg, train
+        self.stored = getattr(listing, "kind", None)  # in a packed store: raw or jpeg; the verdict asks
 
     def __len__(self) -> int:
         return len(self.listing)
@@ -111,6 +112,8 @@ class Arrays(Dataset[Sample]):
         pixels: uint8 [n, height, width] (gray) or [n, height, width, 3].
         labels: whole numbers [n].
     """
+
+    stored = "memory"
 
     def __init__(self, pixels: NDArray[np.uint8], labels: Any, cfg: Data, train: bool) -> None:
         self.pixels, self.labels = pixels, np.asarray(labels, dtype=np.int64)

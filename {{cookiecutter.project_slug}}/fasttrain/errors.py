@@ -20,6 +20,11 @@ def as_typed(value: Any, longest: int = 1000) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
+def one_line(text: object, longest: int = 300) -> str:
+    """A message of others, which may have several lines, for the middle of one of ours."""
+    return " ".join(str(text).split())[:longest]
+
+
 class UserError(Exception):
     """Bad input. The message is one line that says what is wrong, where, and what to do; the process exits with 1."""
 

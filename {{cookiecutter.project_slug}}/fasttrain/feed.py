@@ -106,7 +106,7 @@ class Feed:
         stem = seeding.mix(self.seed, seeding.STEP, epoch)
         for batch in to_device(self._host(count), self.device, self.clock, self.streams):
             # Draws in the training process (dropout, mixup) belong to this batch, whatever was drawn before.
-            seeding.seed_all(batch.number, self.rank, start=stem)
+            seeding.seed_all(batch.number, self.rank, start=stem, device=self.device)
             yield batch
         if not self.data.persistent_workers:
             self.close_training()
@@ -180,6 +180,7 @@ class Feed:
             pinned=slots.pinned if slots is not None else all(tensor.is_pinned() for tensor in tensors),
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
             types=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            stored=getattr(self.train_samples.dataset, "stored", None),
             device=self.device.type,
             ranks=self.world,
             **machine.limits(),

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from fasttrain.errors import UserError
+from fasttrain.errors import UserError, one_line
 from fasttrain.records import BatchRecord
 
 FAR = 1e12  # seconds; no time of an event lies beyond
@@ -77,7 +77,7 @@ def _mapping(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path}: can't be read ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(f"{path}: can't be read ({one_line(error)})") from None
     return found if isinstance(found, dict) else {}
 
 

@@ -46,6 +46,16 @@ def _bursts(supply: Supply) -> str:
 
 
 def _pack(supply: Supply, settings: Mapping[str, Any]) -> str:
+    """Packing, or what is left to do where the images are packed already."""
+    stored = supply.side.loader.get("stored")
+    if stored in ("raw", "memory"):
+        return "lighter transforms in data.py, or smaller images, since these lie there decoded already"
+    if stored == "jpeg":
+        return "the images packed anew with --format raw, which spares their decoding, too"
+    return _packing(supply, settings)
+
+
+def _packing(supply: Supply, settings: Mapping[str, Any]) -> str:
     """Packing, with the gain to expect."""
     data = section_of(settings, "data")
     after = max(supply.rest, supply.samples * PACKED / max(1, min(supply.workers, supply.cores)))

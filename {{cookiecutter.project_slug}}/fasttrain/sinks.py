@@ -146,9 +146,8 @@ class Listener(logging.handlers.QueueListener):
         """
         if self._thread is None:
             return
-        drained = (
-            threading.Event()
-        )  # not the thread's join: Python 3.11 takes a thread for ended once a signal broke in
+        # Not the thread's join: Python 3.11 takes a thread for ended once a signal broke in.
+        drained = threading.Event()
         self.queue.put_nowait(drained)
         interruption: BaseException | None = None
         before, since = self._handled, time.monotonic()

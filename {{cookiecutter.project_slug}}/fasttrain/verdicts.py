@@ -20,22 +20,25 @@ LASTING = ("loader", "graph", "pause")  # events that are kept apart, however ma
 
 
 class Kept:
-    """The last records and events of one rank."""
+    """The last records and events of one rank, since it was started or resumed."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.records: deque[BatchRecord] = deque(maxlen=KEPT)
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.lasting: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self._start = 0.0  # what other ranks wrote before is of an earlier process, and rank 0 knows only its own
 
     def take(self, event: dict[str, Any]) -> None:
+        if event["event"] == "pause" and event.get("name") == "startup":
+            self._start = float(event["time"])
         (self.lasting if event["event"] in LASTING else self.events).append(event)
 
     def rank(self, most: int) -> Rank:
         records = [*self.records][-most:]
         since = records[0].time - records[0].wall if len(self.records) > most else 0.0
         events = sorted((*self.lasting, *self.events), key=lambda event: float(event["time"]))
-        return history.between(Rank(self.number, records, events), since, float("inf"))
+        return history.between(Rank(self.number, records, events), max(since, self._start), float("inf"))
 
 
 class Follower:

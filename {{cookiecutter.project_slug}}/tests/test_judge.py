@@ -424,6 +424,42 @@ def test_the_remedy_is_an_exact_change_with_its_gain() -> None:
     assert "checkpoint.every_minutes: 0.01 -> 10" in verdict(*checkpoint(1)).findings[0].remedy
 
 
+@pytest.mark.parametrize("cause", [transforms, disk, jitter, quota])
+def test_what_is_packed_is_not_to_be_packed(cause: Callable[[float], list[Rank]]) -> None:
+    for stored, instead in (
+        ("raw", "lighter transforms"),
+        ("memory", "lighter"),
+        ("jpeg", "--format raw"),
+        (None, "pack"),
+    ):
+        (rank,) = cause(2.0)
+        events = [event | {"stored": stored} if event["event"] == "loader" else event for event in rank.events]
+        remedy = verdict(Rank(0, rank.records, events)).findings[0].remedy
+        assert instead in remedy
+        assert ("python -m fasttrain pack photos" in remedy) == (stored is None)
+
+
+def test_the_part_of_the_validation_that_is_bearable_is_right() -> None:
+    rank = Training(batches=400).rank()
+    pauses(rank, "validation", every=1.0, seconds=1.0)
+    (found,) = verdict(rank).findings
+    count, wall = int(found.evidence.split()[0]), sum(record.wall for record in rank.records[3:])
+    part = float(found.remedy.split("epochs; ")[1].split("%")[0]) / 100
+    assert part * count / (part * count + wall) == pytest.approx(0.1, abs=0.01)
+
+
+def test_on_a_gpu_communication_is_not_guessed() -> None:
+    """A backward pass is often more than twice as long as its forward pass."""
+    ranks = [Training(backward=0.06, backward_cpu=None).rank(number) for number in range(2)]
+    assert not verdict(*ranks).findings
+
+
+def test_on_apples_devices_the_phase_in_which_the_host_waits_is_not_accused() -> None:
+    slow = Training(optimizer=0.08, forward=0.002, backward=0.003)
+    assert first(verdict(slow.rank())) == "optimizer"
+    assert not verdict(replace(slow, loader=(("device", "mps"),)).rank()).findings
+
+
 def test_the_slow_rank_is_named_with_its_cause() -> None:
     (found, *_) = verdict(*slow_rank_by_data(2)).findings
     assert found.rank == 1
