@@ -86,12 +86,14 @@ bench: env  ## this project beside its peers, 20 minutes; WRITE=1 keeps it
 # Peers that can't be installed here are named as missing in the table.
 overhead: env  ## what a step costs beside bare PyTorch, Lightning, Accelerate, TraceML (8 minutes; WRITE=1 keeps it)
 	$(call bake,overhead)
-	-@"$(PY)" -m pip install -qq --disable-pip-version-check lightning accelerate traceml-ai==0.5.0
-	@"$(PY)" benchmarks/overhead.py "build/overhead/$(SLUG)" $(if $(WRITE),--write) $(ARGS)
+	@for peer in lightning accelerate traceml-ai==0.5.0; do \
+	    "$(PY)" -m pip install -qq --disable-pip-version-check $$peer || echo "overhead: $$peer can't be installed here" >&2; \
+	done
+	@"$(PY)" -m benchmarks.overhead "build/overhead/$(SLUG)" $(if $(WRITE),--write) $(ARGS)
 
 startup: env  ## how long rendering and the way to the first optimizer step take (2 minutes; WRITE=1 keeps it)
-	$(call bake,overhead)
-	@"$(PY)" benchmarks/startup.py "build/overhead/$(SLUG)" $(if $(WRITE),--write) $(ARGS)
+	$(call bake,startup)
+	@"$(PY)" -m benchmarks.startup "build/startup/$(SLUG)" $(if $(WRITE),--write) $(ARGS)
 
 clean:  ## remove build/ (not the environment)
 	@rm -rf build

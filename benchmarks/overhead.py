@@ -1,4 +1,4 @@
-"""What a harness costs a training, in microseconds a step:  python benchmarks/overhead.py PROJECT [--write]
+"""What a harness costs a training, in microseconds a step:  python -m benchmarks.overhead PROJECT [--write]
 
 The project's own train.py, with everything on and with its parts switched off in turn, against the bare PyTorch loop
 and against Lightning, Accelerate and TraceML, on the same tiny network and the same batches in memory. What each loop
@@ -16,7 +16,6 @@ import os
 import platform
 import pty
 import re
-import shutil
 import signal
 import socket
 import statistics
@@ -32,6 +31,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks import results
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 180  # seconds for one run
@@ -264,7 +265,7 @@ def write(path: Path, rows: list[tuple[str, ...]], calls: list[str], options: ar
     text = [
         "# The cost of a step",
         "",
-        f"{date.today()}, {_processor()}, {os.cpu_count()} cores, {platform.system()}, no GPU; Python",
+        f"{date.today()}, {results.machine(os.cpu_count() or 1)}, {platform.system()}, no GPU; Python",
         f"{platform.python_version()}, {versions}. `make overhead`: {options.rounds} rounds of {options.steps} steps",
         "after 500 that don't count, each loop in a process of its own, in turns, one thread, on a terminal.",
         "",
@@ -289,11 +290,6 @@ def _version(package: str) -> str:
         return version(package)
     except ImportError:
         return ""
-
-
-def _processor() -> str:
-    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() if shutil.which("uname") else "")
-    return found[1] if found else platform.machine()
 
 
 if __name__ == "__main__":

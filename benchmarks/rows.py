@@ -45,7 +45,7 @@ def _folder(name: str, size: str, tuned: float) -> Group:
         Row("dali", "DALI, CPU", 1.1),
         Row("spdl", "SPDL with our decode function", 0.97),
         Row("nodes", "torchdata.nodes with our decode function", 0.97),
-        Row("limit", "the function alone, times cores", 0.9, "project"),
+        Row("limit", "the function alone, times workers", 0.9, "project"),
     )
     return Group(name, f"JPEG files as they are, {size}", name, "folder", rows)
 
@@ -62,7 +62,7 @@ GROUPS = (
             PROJECT,
             Row("ffcv", "FFCV, raw", 2.5),
             Row("stock_lmdb", "stock DataLoader over the same LMDB", 3.0, "project"),
-            Row("limit", "the function alone, times cores", 0.7, "project"),
+            Row("limit", "the function alone, times workers", 0.7, "project"),
         ),
     ),
     Group(
@@ -74,7 +74,7 @@ GROUPS = (
             PROJECT,
             Row("ffcv", "FFCV, JPEG", 1.0),
             Row("stock_lmdb", "stock DataLoader over the same LMDB", None, "project"),
-            Row("limit", "the function alone, times cores", 0.9, "project"),
+            Row("limit", "the function alone, times workers", 0.9, "project"),
         ),
     ),
 )

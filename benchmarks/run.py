@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ from rich.console import Console
 
 from benchmarks import photos, results, steps
 from benchmarks.rows import GROUPS, Group, Row
-from benchmarks.work import Work, files
+from benchmarks.work import Work, files, module
 
 HERE = Path(__file__).resolve().parent
 TEMPLATE = HERE.parent / "{{cookiecutter.project_slug}}"
@@ -52,12 +53,16 @@ class Bench:
     """Measurements on this machine.
 
     Args:
-        work_folder: for what is converted; kept, so that a second run begins at once.
+        options: of the command line. In `work` is kept what is converted, so that a second run begins at once: other
+            photos, and another format of the project's packed stores, get a folder of their own.
     """
 
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self.options, self.console = options, console
-        self.folder = Path(options.work)
+        photo_folder, project = Path(options.photos).resolve(), Path(options.project)
+        form = module(Work(photo_folder, photo_folder, project), "fasttrain.packed").FORMAT
+        name = hashlib.sha256(f"{photo_folder} {form}".encode()).hexdigest()[:12]
+        self.folder = Path(options.work) / name
         self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def run(self, groups: Sequence[Group], peers: Sequence[str]) -> dict[str, list[Result]]:
@@ -122,7 +127,7 @@ class Bench:
         if (note := self._note(said)) != "":
             self._refused(result, group, note)
             return
-        times = self.cores if result.row.peer == "limit" else 1
+        times = min(self.cores, self.options.workers) if result.row.peer == "limit" else 1
         result.speeds.append(said["images_per_second"] * times)
         result.cpu_ms.append(said["cpu_ms"])
         speed = f"{result.speeds[-1]:8,.0f} img/s"
@@ -205,11 +210,20 @@ def _link(source: str, target: Path) -> None:
         shutil.copy(source, target)
 
 
+def command_of(options: argparse.Namespace) -> str:
+    """The command for RESULTS.md: what differs from the defaults, without paths of this machine."""
+    default = parser().get_default
+    names = ("groups", "peers", "rounds", "seconds", "workers")
+    changed = [f"--{name} {value}" for name in names if (value := getattr(options, name)) != default(name)]
+    photo_folder = " PHOTOS=..." * (Path(options.photos).resolve() != Path(default("photos")).resolve())
+    return f"make bench{photo_folder} WRITE=1" + (f' ARGS="{" ".join(changed)}"' if changed else "")
+
+
 def _bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="The project beside its peers.")
     parser.add_argument("--photos", default=str(HERE.parent / "build/photos"), help="a folder with small/ and camera/")
     parser.add_argument("--project", default=str(TEMPLATE), help="a baked project; the template folder works as well")
@@ -221,7 +235,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--write", action="store_true", help=f"write {HERE / 'RESULTS.md'}")
     parser.add_argument("--verbose", action="store_true", help="all that a failing competitor says")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, emoji=False, width=140)
     began = time.monotonic()
     photos.make(Path(options.photos))
@@ -235,10 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for table in tables:
         console.print(results.shown(table))
     minutes = (time.monotonic() - began) / 60
-    command = "python -m benchmarks.run " + " ".join(sys.argv[1:] if arguments is None else arguments)
     console.print(f"{minutes:.0f} minutes")
     if options.write:
-        (HERE / "RESULTS.md").write_text(results.page(tables, options, bench.cores, command, minutes))
+        (HERE / "RESULTS.md").write_text(results.page(tables, options, bench.cores, command_of(options), minutes))
         console.print(f"written: {HERE / 'RESULTS.md'}")
     return 0
 

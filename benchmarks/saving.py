@@ -3,11 +3,12 @@
     python benchmarks/saving.py                       a state of 500 MB, 7 rounds
     python benchmarks/saving.py --megabytes 2000 --folder /mnt/disk
 
-In each round, one after the other and in turn: `torch.save` of a state into a file, as a training would do it in its
-loop; the same state saved by the template (fasttrain/writer.py: a copy into memory, another process writes); then
-training steps of one thread while nothing is saved, while that save is being written, and again while nothing is.
-Medians over the rounds. The stall of the first save, with its page faults, is not left out: memory is prepared before,
-as it is after the first step of a training. Prints a table, and one line of JSON.
+In each round, one after the other: `torch.save` of a state into a file, as a training would do it in its loop; the
+same state saved by the template (fasttrain/writer.py: a copy into memory, another process writes); then training
+steps of one thread, before it while nothing is saved, while that save is being written, and again after it. The speed
+meanwhile is that over the mean of before and after. Medians over the rounds. The stall of the first save, with its
+page faults, is not left out: memory is prepared before, as it is after the first step of a training.
+Prints a table, and one line of JSON.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def measure(megabytes: float, rounds: int, folder: Path) -> list[dict[str, float
     for _ in range(30):
         step()
     found = []
+    length = 1.0  # seconds of the steps before and after a save
     answers: list[dict[str, Any]] = []
     try:
         for _ in range(rounds):
@@ -80,15 +82,16 @@ def measure(megabytes: float, rounds: int, folder: Path) -> list[dict[str, float
             plain = time.perf_counter() - began
             os.sync()  # what it left for later is not to disturb the rest
 
+            before = steps_a_second(step, lambda seconds, length=length: seconds < length)  # type: ignore[misc]
             began = time.perf_counter()
             writer.save(state, [("last.pt", None)], answers.append)
             stall = time.perf_counter() - began
             while_saving = steps_a_second(step, lambda seconds: writer.busy)
             written = answers[-1]["last.pt"]["seconds"]
             length = max(1.0, written)
-            quiet = steps_a_second(step, lambda seconds, length=length: seconds < length)  # type: ignore[misc]
+            after = steps_a_second(step, lambda seconds, length=length: seconds < length)  # type: ignore[misc]
             row = {"plain": plain, "stall": stall, "written": written}
-            found.append({**row, "ratio": stall / plain, "speed": while_saving / quiet})
+            found.append({**row, "ratio": stall / plain, "speed": while_saving / statistics.mean((before, after))})
     finally:
         writer.close(60)
     return found

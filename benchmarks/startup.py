@@ -1,4 +1,4 @@
-"""How long it takes to begin:  python benchmarks/startup.py PROJECT [--write]
+"""How long it takes to begin:  python -m benchmarks.startup PROJECT [--write]
 
 Rendering the template, beside an empty one; and from `python train.py` to the end of the first optimizer step, beside a
 bare script that imports torch and takes one step. In turns; a row is the median of its rounds.
@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks import results
 
 HERE = Path(__file__).resolve().parent
 
@@ -136,12 +137,10 @@ def _show(console: Console, rows: list[tuple[str, ...]]) -> None:
 
 
 def _write(path: Path, rows: list[tuple[str, ...]], rounds: int) -> None:
-    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    processor = found[1] if found else platform.machine()
     lines = [
         "# The time to begin",
         "",
-        f"{date.today()}, {processor}, {os.cpu_count()} cores, no GPU; Python {platform.python_version()}, "
+        f"{date.today()}, {results.machine(os.cpu_count() or 1)}, no GPU; Python {platform.python_version()}, "
         f"torch {version('torch')}, cookiecutter {version('cookiecutter')}.",
         f"`make startup`: medians of {rounds} rounds, in turns, files in the page cache. train.py trains the demo",
         "as it comes, in float32; its time runs from the start of the process to the end of the first optimizer step.",

@@ -1,4 +1,7 @@
-"""The benchmarks: every competitor gives the same kind of crops, and the tables say what was measured."""
+"""The benchmarks: every competitor gives the same kind of crops, and the tables say what was measured.
+
+Of the competitors only those that are installed are tried: `make bench` installs them, `make test` doesn't.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def torchvisions() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("peer", FOLDER_ROWS)
-def test_every_competitor_draws_crops_of_the_same_distribution(
+def test_every_installed_competitor_draws_crops_of_the_same_distribution(
     peer: str, ramps: Path, torchvisions: tuple[Any, Any], tmp_path: Path
 ) -> None:
     areas, ratios = torchvisions
@@ -127,3 +130,41 @@ def test_every_page_is_read_in_memory_order() -> None:
     images = np.zeros((4, 64, 64, 3), np.uint8)
     images.reshape(-1)[:: measure.PAGE] = 1
     assert measure.touch(images) == measure.touch(images.transpose(0, 3, 1, 2)) == 12
+
+
+def options_of(tmp_path: Path, *arguments: str) -> argparse.Namespace:
+    return run.parser().parse_args(["--work", str(tmp_path / "work"), *arguments])
+
+
+def test_other_photos_and_another_format_of_stores_have_data_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def folder(photos: str) -> Path:
+        return run.Bench(options_of(tmp_path, "--photos", photos), Console(quiet=True)).folder
+
+    monkeypatch.chdir(tmp_path)
+    mine = folder(str(tmp_path / "mine"))
+    assert mine.parent == tmp_path / "work"
+    assert folder("mine") == mine != folder("other")
+    monkeypatch.setattr(run, "module", lambda *_: argparse.Namespace(FORMAT="next"))
+    assert folder("mine") != mine
+
+
+@pytest.mark.parametrize(("cores", "workers", "times"), [(8, 2, 2), (2, 8, 2)])
+def test_the_limit_has_the_cores_that_the_loaders_use(
+    cores: int, workers: int, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = run.Bench(options_of(tmp_path, "--workers", str(workers)), Console(quiet=True))
+    bench.cores = cores
+    monkeypatch.setattr(bench, "_child", lambda *_, **__: {"images_per_second": 100.0, "cpu_ms": 10.0})
+    group = next(group for group in rows.GROUPS if group.kind == "raw")
+    limit, ours = (run.Result(next(row for row in group.rows if row.peer == peer)) for peer in ("limit", "project"))
+    for result in (limit, ours):
+        bench._measure(group, result, 0)
+    assert (limit.speeds, ours.speeds) == ([100.0 * times], [100.0])
+
+
+def test_the_command_that_results_name_has_no_paths(tmp_path: Path) -> None:
+    assert run.command_of(options_of(tmp_path, "--write")) == "make bench WRITE=1"
+    mine = options_of(tmp_path, "--photos", str(tmp_path), "--groups", "raw", "--rounds", "5", "--write")
+    assert run.command_of(mine) == 'make bench PHOTOS=... WRITE=1 ARGS="--groups raw --rounds 5"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -15,6 +16,11 @@ from typing import Any
 import pytest
 import yaml
 from conftest import FOLDER, ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 OWNERS = {"train", "data", "model", "config"}  # the modules that the project's owner edits
 
@@ -43,8 +49,8 @@ def test_types_of_the_project(sources: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def test_style_and_types_of_the_template(tmp_path: Path) -> None:
-    check_with(ROOT, "ruff", "check", "--no-cache", "hooks", "tests")
-    check_with(ROOT, "ruff", "format", "--no-cache", "--check", "hooks", "tests")
+    check_with(ROOT, "ruff", "check", "--no-cache", "hooks", "tests", "benchmarks")
+    check_with(ROOT, "ruff", "format", "--no-cache", "--check", "hooks", "tests", "benchmarks")
     check_with(ROOT, "mypy", f"--cache-dir={tmp_path}")
 
 
@@ -166,3 +172,17 @@ def test_each_tools_table_links_its_documentation() -> None:
         assert set(last) == {"setuptools", "ruff", "mypy", "pytest"}
         for tool, table in last.items():
             assert re.search(r"(?m)^# https://\S+$\s*\Z", table), f"{file}: [tool.{tool}]"
+
+
+def test_no_project_is_named_like_a_package_that_it_needs() -> None:
+    """The hook's list holds every package of the project's pyproject.toml."""
+    with (ROOT / FOLDER / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    needed = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    names = {re.split(r"[^\w.-]", each)[0].replace("-", "_") for each in needed}
+    lines = ast.parse((ROOT / "hooks/pre_gen_project.py").read_text(encoding="utf-8")).body
+    refused: set[str] = set()
+    for line in lines:
+        if isinstance(line, ast.Assign | ast.AugAssign) and "PACKAGES" in ast.unparse(line).split()[0]:
+            refused |= ast.literal_eval(line.value)
+    assert names - refused == set()

@@ -38,7 +38,7 @@ class Data:
     shuffle: bool = value()
     on_error: Literal["fail", "skip"] = value()
     drop_last: bool = value()
-    workers: int | None = value(low=0)  # loader processes per training process
+    workers: int | None = value(low=0)  # loader processes per training process; null: one a core, at most 16
     prefetch_factor: int = value(low=1)  # batches per worker
     persistent_workers: bool = value()
     pin_memory: bool | None = value()

@@ -154,14 +154,13 @@ def validate(
 ) -> dict[str, float]:
     """Means over the validation set; each sample counts once, whatever the number of processes."""
     parallel.share_buffers(net)  # all ranks judge the same network
-    plain = parallel.unwrap(net).eval()  # ranks may differ by one batch, which DDP's own forward would wait for
     means = Means()
-    for batch in batches:
-        with autocast:
-            images, labels = prepare(*batch.tensors, training=False)
-            logits = plain(images)
-        means.add(model.compute_metrics(logits, labels))
-    plain.train()
+    with parallel.evaluating(net) as plain:  # ranks may differ by one batch, which DDP's own forward would wait for
+        for batch in batches:
+            with autocast:
+                images, labels = prepare(*batch.tensors, training=False)
+                logits = plain(images)
+            means.add(model.compute_metrics(logits, labels))
     return means.reduce()
 
 

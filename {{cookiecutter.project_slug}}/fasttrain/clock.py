@@ -28,7 +28,18 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For a CPU, whose work is done when the call returns."""
+    """For a CPU, whose work is done when the call returns.
+
+    It serves Apple's devices, too: their events can tell a time only after waiting for all the device's work. What the
+    host sees there is when it started an operation; the device's time falls to the phase in which the host waits for
+    it, which is mostly `optimizer`, where the gradients are looked at.
+
+    Args:
+        synchronize: waits for the device, where there is one.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+        self._synchronize = synchronize
 
     stamp = staticmethod(time.perf_counter)
 
@@ -39,11 +50,12 @@ class HostClock:
         return end - begin
 
     def settle(self) -> None:
-        return None
+        if self._synchronize is not None:
+            self._synchronize()
 
 
 class EventClock:
-    """Events on the current stream of a CUDA, ROCm or Apple device; marking one costs about 2 us of host time.
+    """Events on the current stream of a CUDA or ROCm device; marking one costs about 2 us of host time.
 
     Args:
         make: a new event that keeps the time.
@@ -73,5 +85,5 @@ def clock_of(device: torch.device) -> Clock:
     if device.type == "cuda":
         return EventClock(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.synchronize)
     if device.type == "mps":
-        return EventClock(lambda: torch.mps.event.Event(enable_timing=True), torch.mps.synchronize)
+        return HostClock(torch.mps.synchronize)
     return HostClock()

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fasttrain.dashboard import Dashboard, Sampler, duration, number
 from fasttrain.gauges import Sample
-from fasttrain.sinks import printable
+from fasttrain.sinks import escaped
 from fasttrain.window import Summary, Window
 
 COLOURS = {
@@ -99,7 +99,7 @@ class LivePanel(Dashboard):
         parts: list[RenderableType] = [self._head(summary, ascii_only)]
         if summary is not None:
             parts += [phase_table(summary, ascii_only), self._rows(summary, ascii_only)]
-        title = printable(self._title).replace("\n", " ")
+        title = escaped(self._title).replace("\n", " ")
         return Panel(
             Group(*parts),
             title=Text(f" {title} ", "bold") if title else None,
@@ -139,14 +139,14 @@ class LivePanel(Dashboard):
 
     def _verdict_rows(self) -> list[tuple[str, Text]]:
         says = self.verdict()
-        return [("verdict", Text(printable(says)))] if says else []
+        return [("verdict", Text(escaped(says)))] if says else []
 
     def _learning_rows(self, summary: Summary) -> list[tuple[str, Text]]:
         loss = f"{number(summary.loss, '.4f')}, mean {number(summary.loss_mean, '.4f')}"
         rows = [("loss", Text(f"{loss}   lr {number(summary.lr, '.3g')}"))]
         if self.validation:
             known = ((key, value) for key, value in self.validation.items() if key != "time")
-            shown = ", ".join(f"{printable(key)} {value:.4f}" for key, value in known if isinstance(value, float))
+            shown = ", ".join(f"{escaped(key)} {value:.4f}" for key, value in known if isinstance(value, float))
             epoch = self.validation.get("epoch")
             rows.append(("validation", Text(shown if epoch is None else f"{shown}   epoch {epoch + 1}")))
         return rows
@@ -186,7 +186,7 @@ def loader_rows(summary: Summary) -> list[tuple[str, Text]]:
 
 def gauge_rows(sample: Sample, ascii_only: bool) -> list[tuple[str, Text]]:
     """Rows for GPU, CPU, memory and disk; n/a where a gauge is not known."""
-    name = f"{printable(sample.gpu_name)}   " if sample.gpu_name else ""
+    name = f"{escaped(sample.gpu_name)}   " if sample.gpu_name else ""
     celsius = " C" if ascii_only else " °C"
     gpu = (
         f"{name}{number(sample.gpu, '.0f', ' %')}   "

@@ -19,9 +19,8 @@ class Effort(NamedTuple):
 
     seconds: float
     cpu: float
-    queued: (
-        float | None
-    )  # ready to run while other threads had the cores; None where the system doesn't say (Linux does)
+    # Ready to run while other threads had the cores; None where the system doesn't say (Linux does).
+    queued: float | None
     assembly: float  # all but the data set's own work: putting the samples together
     slowest: float  # sample
     tail: float  # spent in samples that took over `SLOW` times the median one
@@ -42,7 +41,7 @@ class QueueTime:
     def __init__(self, thread: int | None = None) -> None:
         self._of = (os.getpid(), threading.get_native_id() if thread is None else thread)
         try:
-            self._file = os.open(f"/proc/self/task/{self._of[1]}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            self._file = os.open(f"/proc/self/task/{self._of[1]}/schedstat", os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError:  # not Linux
             self._file = -1
 

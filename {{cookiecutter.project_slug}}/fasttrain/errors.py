@@ -8,16 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 
-def printable(value: Any, longest: int = 1000) -> str:
+def as_typed(value: Any, longest: int = 1000) -> str:
     """`value` as text on one line, as it would be typed in config.yaml; cut after `longest` characters."""
     if value is None or isinstance(value, bool):
         text = "null" if value is None else str(value).lower()
     elif isinstance(value, list):
-        text = "[" + ", ".join(printable(item, longest) for item in value[:longest]) + "]"
+        text = "[" + ", ".join(as_typed(item, longest) for item in value[:longest]) + "]"
     else:
         text = str(value)
     cut = text if len(text) <= longest else text[:longest] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
+
+def one_line(text: object, longest: int = 300) -> str:
+    """A message of others, which may have several lines, for the middle of one of ours."""
+    return " ".join(str(text).split())[:longest]
 
 
 class UserError(Exception):
@@ -38,7 +43,7 @@ class SettingsError(UserError):
     exit_code = 2
 
     def __init__(self, key: str, value: Any, expected: str) -> None:
-        super().__init__(f"{key}={printable(value, 100)}: expected {printable(expected)}")
+        super().__init__(f"{key}={as_typed(value, 100)}: expected {as_typed(expected)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SettingsError.line, self.args  # a loader worker sends it to the training process
@@ -47,5 +52,5 @@ class SettingsError(UserError):
     def line(cls, text: str) -> SettingsError:
         """An error about something other than one value: `text` is the whole line."""
         error = cls.__new__(cls)
-        error.args = (printable(text),)
+        error.args = (as_typed(text),)
         return error

@@ -12,8 +12,8 @@ from typing import Any
 
 from fasttrain.history import Rank
 from fasttrain.records import BatchRecord
+from fasttrain.window import WARM_UP
 
-WARM_UP = 2  # batches after a start that are never judged; with loader workers one more than there are workers
 LEAST = 16  # batches, and
 LEAST_SECONDS = 1.0  # of batches, that a judgement needs
 LEAST_LOOKS = 16  # at the training thread
@@ -46,6 +46,7 @@ class Side:
     thread: tuple[float, float, float] | None = None  # seconds looked at, on a core, queued for one
     gauges: list[Mapping[str, Any]] = field(default_factory=list)
     workers: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)  # by process: what they hold
+    starts: list[float] = field(default_factory=list)  # of the training: more than one if it was resumed
 
     @property
     def wall(self) -> float:
@@ -80,12 +81,11 @@ def side_of(rank: Rank) -> Side:
     starts = [e["time"] for e in rank.events if e["event"] == "pause" and e.get("name") == "startup"]
     loader: Mapping[str, Any] = next((e for e in reversed(rank.events) if e["event"] == "loader"), {})
     graph: Mapping[str, Any] = next((e for e in reversed(rank.events) if e["event"] == "graph"), {})
-    profiles = [
-        (e["begin"], e["end"]) for e in rank.events if e["event"] == "profile"
-    ]  # torch.profiler slows these down
+    # torch.profiler slows these down.
+    profiles = [(e["begin"], e["end"]) for e in rank.events if e["event"] == "profile"]
     kept = [r for r in rank.records if not any(begin < r.time <= end for begin, end in profiles)]
     records = _settled(kept, starts, 1 + int(loader.get("workers", 0) or 0))
-    side = Side(rank.number, records, loader=loader, operations=graph.get("operations"))
+    side = Side(rank.number, records, loader=loader, operations=graph.get("operations"), starts=starts)
     if not records:
         return side
     begin, end = records[0].time - records[0].wall, records[-1].time
@@ -114,7 +114,7 @@ def side_of(rank: Rank) -> Side:
 
 
 def _settled(records: Sequence[BatchRecord], starts: Iterable[float], first: int) -> list[BatchRecord]:
-    """Without the first batches after each start of the training."""
+    """Without the first batches after each start of the training: `WARM_UP`, or one from each worker and one more."""
     drop = max(WARM_UP, first)
     skip: set[int] = set()
     for start in starts:
@@ -154,6 +154,12 @@ def sure_of_count(found: int, among: int, limit: float) -> tuple[float, float]:
 def normal(z: float) -> float:
     """The normal distribution's probability below z."""
     return 0.5 * (1 + math.erf(z / math.sqrt(2)))
+
+
+def section_of(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """One section of config.yaml; empty if the run has none, as one of an older version may."""
+    found = settings.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def ms(seconds: float) -> str:

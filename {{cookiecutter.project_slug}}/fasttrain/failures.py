@@ -8,6 +8,7 @@ leaves no cause: then those that are left find out together who is missing.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +33,13 @@ from fasttrain.logs import TOLD
 _KEY = "first cause"
 PATIENCE = 3.0  # seconds in which the others may say that they, too, lost somebody
 TO_END = 30.0  # seconds that a process which has failed may take to end; then it is ended
-_OTHERS = re.compile(r"third_party/gloo|gloo/transport|NCCL|TCPStore|Connection (closed|reset) by peer")
+_OTHERS = re.compile(r"third_party/gloo|gloo/transport|TCPStore|Connection (closed|reset) by peer")
+_NCCL = re.compile(r"NCCL|nccl")  # which has errors of its own, too: memory, drivers, two ranks on one device
+_NCCL_OTHERS = re.compile(r"remote process exited|ncclRemoteError|abort|[Tt]imed? ?out|by (remote )?peer|Broken pipe")
+_TIMED_OUT = re.compile(r"[Tt]imed? ?out")
 
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process (\d+)")
+_KILLED = 9  # SIGKILL, by a name that Windows has, too
 _PLACE = re.compile(r'File "(.+?)", line (\d+), in (\w+)')
 
 
@@ -45,6 +51,13 @@ class Cause(NamedTuple):
 
     def __str__(self) -> str:
         return self.text if self.rank is None else f"rank {self.rank} failed first: {self.text}"
+
+
+class Lost(Enum):
+    """What an error tells of the other processes."""
+
+    CONNECTION = "a connection broke"
+    ANSWER = "no answer came in time"
 
 
 class EndedByOther(UserError):
@@ -99,14 +112,17 @@ class Failures:
         if not asked:
             faulthandler.dump_traceback_later(TO_END, exit=True, file=sys.__stderr__ or sys.stderr)
         known = self.known()
-        followed = is_of_others(error) or str(error) == str(known)
+        lost = lost_others(error)
+        followed = lost is not None or str(error) == str(known)
+        if lost is not None:
+            logger.bind(only="file").warning(f"{lost.value}: {error}")  # whole: it may tell more than its first line
         if self._gone is not None:
             return EndedByOther(self._gone)
         if known is None and self._store is None:
             setattr(error, TOLD, self._describe(error))
             return None
-        if known is None and followed:
-            known, aloud = self._find_lost(error)
+        if known is None and lost is not None:
+            known, aloud = self._find_lost(error, lost)
             return EndedByOther(known, aloud)
         if known is None and asked:
             return None
@@ -129,12 +145,11 @@ class Failures:
 
     def _describe(self, error: BaseException) -> str:
         """One line: where the training stood, what was raised, and in which line of code if that is to blame."""
-        place, text = self.place(), one_line(error)
+        place, text = self.place(), summary(error)
         return text if not place or text.startswith("epoch ") else f"{place}: {text}"  # it says another step itself
 
-    def _find_lost(self, error: BaseException) -> tuple[Cause, bool]:
+    def _find_lost(self, error: BaseException, how: Lost) -> tuple[Cause, bool]:
         """Who is missing, when connections broke and nobody told why; and whether this rank is the one to say it."""
-        timed_out = "imed out" in str(error) or "imeout" in str(error)
         lost: list[tuple[int, str]] = []
         try:
             self._store.set(f"waits {self.rank}", "1")
@@ -143,7 +158,8 @@ class Failures:
                 if (known := self.known()) is not None:
                     return known, False
                 silent = [rank for rank in range(self.world) if not self._store.check([f"waits {rank}"])]
-                lost = [(rank, self._state(rank, timed_out)) for rank in silent]
+                states = [(rank, self._state(rank, how)) for rank in silent]
+                lost = [(rank, state) for rank, state in states if state is not None]
                 if any(state.startswith("its process") for _, state in lost):
                     break  # seen on this machine
                 time.sleep(0.1)
@@ -156,22 +172,25 @@ class Failures:
         known = self._claim(mine)
         return known, known == mine
 
-    def _state(self, rank: int, timed_out: bool) -> str:
-        """What is to be seen of a rank that does not answer."""
+    def _state(self, rank: int, how: Lost) -> str | None:
+        """What is to be seen of a rank that does not answer; None: it runs, and has only not noticed yet."""
         host, number = json.loads(self._store.get(f"process {rank}"))
         if host == socket.gethostname():
             try:
-                status = psutil.Process(number).status()
+                process = psutil.Process(number)
+                if (status := process.status()) == psutil.STATUS_STOPPED:
+                    process.resume()  # so that it can end, too
             except psutil.NoSuchProcess:
                 status = psutil.STATUS_DEAD
             if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
                 return f"its process {number} {how_it_ended(number)}"
             if status == psutil.STATUS_STOPPED:
-                os.kill(number, signal.SIGCONT)  # so that it can end, too
                 return f"its process {number} was stopped, and did not answer within {self.timeout:g} s (run.timeout)"
         where = f"process {number} on {host}"
-        if timed_out:
+        if how is Lost.ANSWER:
             return f"no answer from {where} within {self.timeout:g} s (run.timeout); its log shows what it did last"
+        if host == socket.gethostname():
+            return None
         return f"the connection to {where} broke; its log or that machine's may tell why"
 
 
@@ -181,25 +200,31 @@ def how_it_ended(number: int) -> str:
         stat = Path(f"/proc/{number}/stat").read_text()
         code = int(stat.rpartition(")")[2].split()[49])
     except (OSError, ValueError, IndexError):
-        code = signal.SIGKILL
-    if code & 0x7F == signal.SIGKILL:
+        code = _KILLED
+    if code & 0x7F == _KILLED:
         return "was killed, from outside or for want of memory (see dmesg)"
     if code & 0x7F:
         return f"was ended by the signal {signal.Signals(code & 0x7F).name}"
     return f"ended with exit code {code >> 8} and said nothing"
 
 
-def is_of_others(error: BaseException | None) -> bool:
-    """Whether it only says that another process is gone or does not answer."""
+def lost_others(error: BaseException | None) -> Lost | None:
+    """What it says of another process, if it only says that one is gone or does not answer; else None."""
     seen = 0
     while error is not None and seen < 10:
-        if isinstance(error, (dist.DistError,)) or (isinstance(error, RuntimeError) and _OTHERS.search(str(error))):
-            return True
+        text = str(error)
+        if isinstance(error, RuntimeError):  # as all of torch.distributed's are
+            if _NCCL.search(text):
+                found = _NCCL_OTHERS.search(text) is not None
+            else:
+                found = isinstance(error, dist.DistError) or _OTHERS.search(text) is not None
+            if found:
+                return Lost.ANSWER if _TIMED_OUT.search(text) else Lost.CONNECTION
         error, seen = error.__cause__ or error.__context__, seen + 1
-    return False
+    return None
 
 
-def one_line(error: BaseException) -> str:
+def summary(error: BaseException) -> str:
     """What was raised, and the line of code that raised it unless the user can mend it by the message alone."""
     if isinstance(error, UserError):
         return str(error)
@@ -214,7 +239,10 @@ def one_line(error: BaseException) -> str:
 
 
 def _first(error: BaseException) -> str:
+    """The first line; of NCCL's errors all, since the last ones say what happened, without the C++ frames below."""
     lines = str(error).strip().splitlines()
+    if isinstance(error, dist.DistBackendError):
+        lines = [" ".join(itertools.takewhile(lambda line: not line.startswith("Exception raised from"), lines))]
     return lines[0][:300] if lines else ""
 
 
@@ -227,7 +255,7 @@ def tell_launcher(error: BaseException) -> None:
     # is a process which died without leaving such a file.
     later = 0 if not isinstance(error, EndedByOther) else 2 if error.only else -2
     at = int(time.time()) + later
-    content = {"message": {"message": getattr(error, TOLD, one_line(error)), "extraInfo": {"timestamp": str(at)}}}
+    content = {"message": {"message": getattr(error, TOLD, summary(error)), "extraInfo": {"timestamp": str(at)}}}
     try:
         Path(path).write_text(json.dumps(content), encoding="utf-8")
     except OSError as refused:

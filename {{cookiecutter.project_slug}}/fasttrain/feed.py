@@ -7,9 +7,11 @@ learnt (worker.py). The DataLoader carries small messages; the batches lie in sh
 
 from __future__ import annotations
 
+import atexit
 import copy
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
@@ -78,6 +80,7 @@ class Feed:
         self._unfit: str | None = None  # why batches are handed over without slots
         self._event: Callable[..., None] | None = None
         self._check_sizes(len(train), len(val))
+        atexit.register(_close, weakref.ref(self))  # before multiprocessing sends the workers a signal, a slow end
 
     @cached_property
     def streams(self) -> CudaStreams | None:
@@ -103,7 +106,7 @@ class Feed:
         stem = seeding.mix(self.seed, seeding.STEP, epoch)
         for batch in to_device(self._host(count), self.device, self.clock, self.streams):
             # Draws in the training process (dropout, mixup) belong to this batch, whatever was drawn before.
-            seeding.seed_all(batch.number, self.rank, start=stem)
+            seeding.seed_all(batch.number, self.rank, start=stem, device=self.device)
             yield batch
         if not self.data.persistent_workers:
             self.close_training()
@@ -177,6 +180,7 @@ class Feed:
             pinned=slots.pinned if slots is not None else all(tensor.is_pinned() for tensor in tensors),
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
             types=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            stored=getattr(self.train_samples.dataset, "stored", None),
             device=self.device.type,
             ranks=self.world,
             **machine.limits(),
@@ -241,6 +245,11 @@ class Feed:
                 f"at most {train // self.world} with data.drop_last: {train} training samples do not fill one batch of "
                 f"{self.data.batch_size} x {self.world} processes. Or set data.drop_last=false",
             )
+
+
+def _close(feed: weakref.ref[Feed]) -> None:
+    if (left_open := feed()) is not None:
+        left_open.close()
 
 
 def _again(loader: DataLoader[Any], timeout: float) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from torch import nn
 
 from fasttrain.errors import UserError
 from fasttrain.parallel import unwrap
+from fasttrain.records import no_listener
 from fasttrain.transfer import Batch
 
 LAG = 8  # steps after which a finding is read; the device is never further behind than that
@@ -67,7 +68,7 @@ class Finite:
         self.optimizer, self.policy, self.scaled, self.names = optimizer, policy, scaled, names
         heeds = getattr(optimizer, "_step_supports_amp_scaling", False)  # as torch's GradScaler asks
         self.on_device = device.type == "cuda" and heeds
-        self.event: Callable[..., None] = _nothing  # takes the events (records.Recorder.event)
+        self.event: Callable[..., None] = no_listener  # takes the events (records.Recorder.event)
         self.count = self.in_a_row = 0
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self._flat = _flatten(unwrap(model).buffers())
@@ -86,10 +87,13 @@ class Finite:
             self._step = _Step()
         self._step.indices.append(batch.indices)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of a batch. A loss that is not finite makes all gradients NaN, whatever they are."""
+    def backward(self, loss: torch.Tensor, told: torch.Tensor) -> None:
+        """The backward pass of a batch. A loss that is not finite makes all gradients NaN, whatever they are.
+
+        told: the loss as the model gave it, before it was scaled and divided.
+        """
         detached = loss.detach()
-        self._step.losses.append(detached)
+        self._step.losses.append(told.detach())
         if self._on_cpu and math.isfinite(detached.item()):
             loss.backward()
         else:  # beginning with 1, or with NaN
@@ -202,7 +206,3 @@ def _flatten(buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             begin += buffer.numel()
         flats.append(flat)
     return flats
-
-
-def _nothing(*args: Any, **fields: Any) -> None:
-    """No one listens."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from fasttrain.errors import UserError
+from fasttrain.errors import UserError, one_line
 from fasttrain.records import BatchRecord
 
 FAR = 1e12  # seconds; no time of an event lies beyond
@@ -77,8 +77,26 @@ def _mapping(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path}: can't be read ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(f"{path}: can't be read ({one_line(error)})") from None
     return found if isinstance(found, dict) else {}
+
+
+class Tail:
+    """The JSON lines that were added to a file since the last call: whole ones only, damaged ones left out."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._at = file, 0
+
+    def __call__(self) -> list[dict[str, Any]]:
+        try:
+            with self._file.open("rb") as opened:
+                opened.seek(self._at)
+                text = opened.read()
+        except OSError:  # not begun, or written on another machine
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [row for line in whole.splitlines() if isinstance(row := _value(line), dict)]
 
 
 _NEEDED, _OPTIONAL = BatchRecord._fields[:11], BatchRecord._fields[11:]
@@ -125,7 +143,7 @@ def _parsed(lines: list[str]) -> list[Any]:
     return rows if rows is not None and len(rows) == len(lines) else [_value(line) for line in lines]
 
 
-def _value(text: str) -> Any:
+def _value(text: str | bytes) -> Any:
     """None for what is half written: the training goes on, or was killed."""
     try:
         return json.loads(text)

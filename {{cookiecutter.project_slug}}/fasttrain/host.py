@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from fasttrain import machine
-from fasttrain.effort import private_memory
+from fasttrain.effort import open_files, private_memory
 
 UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 
@@ -35,7 +35,7 @@ class Host:
             "memory_used": lambda: memory()[0],
             "memory_total": lambda: memory()[1],
             "rss": lambda: self._process.memory_info().rss,
-            "open_files": self._open_files,
+            "open_files": lambda: open_files(self._process),
             "private": lambda: private_memory(self._process),
             "process_cpu": lambda: sum(self._process.cpu_times()[:2]),
             "throttled": machine.throttled,
@@ -49,10 +49,6 @@ class Host:
         if not allowed or max(allowed) >= len(each):
             return tuple(each)
         return tuple(each[core] for core in allowed)
-
-    def _open_files(self) -> int:
-        process: Any = self._process
-        return int(process.num_handles() if os.name == "nt" else process.num_fds())
 
     def _throughput(self) -> dict[str, float | None]:
         disks: dict[str, Any] = psutil.disk_io_counters(perdisk=True) or {}

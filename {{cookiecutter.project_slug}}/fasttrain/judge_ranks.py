@@ -7,6 +7,7 @@ broadcast or batch statistics summed there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -39,13 +40,16 @@ def find(sides: Sequence[Side], settings: Mapping[str, Any]) -> list[Finding]:
 
 def _steps(sides: Sequence[Side]) -> list[list[BatchRecord]]:
     """The batches that all ranks have, each with its ranks' records in the order of `sides`."""
-    keyed: list[dict[tuple[int, int, int], BatchRecord]] = []
+    keyed: list[dict[tuple[int, int, int, int], BatchRecord]] = []
     for side in sides:
-        counts: dict[tuple[int, int], int] = {}
+        counts: Counter[tuple[int, int, int]] = Counter()
         by_key = {}
         for record in side.records:
-            at = counts[record.epoch, record.step] = counts.get((record.epoch, record.step), -1) + 1
-            by_key[record.epoch, record.step, at] = record
+            # A resumed training does some steps again. Counted from its end, since a rank may miss a start that failed.
+            restarts = sum(start >= record.time for start in side.starts)
+            step = restarts, record.epoch, record.step
+            by_key[(*step, counts[step])] = record
+            counts[step] += 1  # batches of one step, where gradients accumulate
         keyed.append(by_key)
     common = [key for key in keyed[0] if all(key in other for other in keyed[1:])]
     return [[by_key[key] for by_key in keyed] for key in common]
@@ -91,10 +95,8 @@ def _slow_rank(
     phase = max(more, key=lambda each: more[each])
     own, usual = side.mean(phase), fmean(each.mean(phase) for each in others)
     theirs = fmean(each.mean("backward") for each in others)
-    why, remedy = (
-        "",
-        f"compare rank {side.number}'s device and cores with the others' (clock, temperature, who shares it)",
-    )
+    why = ""
+    remedy = f"compare rank {side.number}'s device and cores with the others' (clock, temperature, who shares it)"
     if phase == "wait":
         data = judge_data.find(side, settings)
         why = f": {data[0].says}" if data else ": its loader"
@@ -141,33 +143,29 @@ def _communication(
     sides: Sequence[Side], steps: list[list[BatchRecord]], walls: list[float], settings: Mapping[str, Any]
 ) -> list[Finding]:
     """What the sums over the ranks take of a step, when nobody is late any more."""
+    if any(record.backward_cpu is None for record in steps[0]):
+        return []  # a device's times tell its computing and its waiting for a sum together
     queued = {side.number: side.thread[2] / side.thread[0] if side.thread else 0.0 for side in sides}
-    on_host = all(record.backward_cpu is not None for record in steps[0])
     sums = []
     for step in steps:
         last = []
         for side, record in zip(sides, step, strict=True):
-            if (
-                on_host
-            ):  # the thread sleeps while it waits for the sum; what it stood in the queue for a core is not that
-                asleep = record.backward - (record.backward_cpu or 0.0) - queued[side.number] * record.wall
-            else:  # a guess: a backward pass takes twice as long as the forward pass
-                asleep = record.backward - 2.2 * record.forward
+            # The thread sleeps while it waits for the sum; what it stood in the queue for a core is not that.
+            asleep = record.backward - (record.backward_cpu or 0.0) - queued[side.number] * record.wall
             last.append(max(0.0, asleep))
         sums.append(min(last))
     share, sure = sure_above(sums, walls, SUMS)
     if sure < SURE:
         return []
     accumulate = int((settings.get("train") or {}).get("accumulate") or 1)
-    guess = "" if on_host else " (judged from the forward pass: less sure)"
     return [
         Finding(
             "communication",
             share,
-            sure if on_host else 0.6 * sure,
+            sure,
             "summing the gradients over the ranks takes a large part of the step",
             f"{ms(sum(sums) / len(sums))} of {ms(fmean(walls))} a batch is spent in the backward pass waiting for the "
-            f"sum even by the rank that comes last, {percent(share)}{guess}",
+            f"sum even by the rank that comes last, {percent(share)}",
             f"train.accumulate: {accumulate} -> {4 * accumulate} sums a quarter as often: about "
             f"{percent(share * 0.75)} less time; a larger data.batch_size; a faster network, or a compressing hook "
             "(bf16_compress_hook) in train.py",

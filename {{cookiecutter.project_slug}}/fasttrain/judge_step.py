@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean, median
 from typing import Any
 
-from fasttrain.evidence import LEAST_LOOKS, SURE, Side, ms, percent, sure_above, sure_of_count
+from fasttrain.evidence import LEAST_LOOKS, SURE, Side, ms, percent, section_of, sure_above, sure_of_count
 from fasttrain.findings import Finding
 
 COPY = 0.08  # parts of the wall time from which these are findings
@@ -15,6 +15,7 @@ OTHER = 0.15
 LOGGING = 0.08  # of the looks at the training thread
 CHECKPOINT = 0.10  # of the time with pauses
 VALIDATION = 0.30
+BEARABLE = 0.10  # of the time: what the remedy for a long validation aims at
 OPTIMIZER_SECONDS = 0.002  # a step of the optimizer that is shorter is not worth a word
 MANY = 250  # operations of a forward pass from which starting them can be what takes the time
 EACH = 25e-6  # seconds that an operation takes, its part of the backward pass included, if starting it is all there is
@@ -35,6 +36,8 @@ def find(side: Side, settings: Mapping[str, Any]) -> list[Finding]:
         _other,
         _other_processes,
     )
+    if side.loader.get("device") == "mps":  # watched by the host's clock: which phase waits for the device says little
+        causes = tuple(cause for cause in causes if cause not in (_copy, _tiny_kernels, _optimizer))
     return [found for cause in causes if (found := cause(side, settings)) is not None]
 
 
@@ -55,7 +58,7 @@ def _copy(side: Side, settings: Mapping[str, Any]) -> Finding | None:
             "copies to the device don't overlap with computing: the batches are not in pinned memory",
             (
                 "data.pin_memory: false -> null"
-                if _section(settings, "data").get("pin_memory") is False
+                if section_of(settings, "data").get("pin_memory") is False
                 else "raise the limit of locked memory (ulimit -l), or see in the log why batches can't be pinned"
             ),
         )
@@ -85,9 +88,8 @@ def _tiny_kernels(side: Side, settings: Mapping[str, Any]) -> Finding | None:
         return None
     step = side.mean("forward") + side.mean("backward")
     host = [r.backward_cpu for r in side.records if r.backward_cpu is not None]
-    if (
-        host and fmean(host) > 0
-    ):  # the thread's own time: on a crowded machine the clock says nothing about an operation
+    if host and fmean(host) > 0:
+        # The thread's own time: on a crowded machine the clock says nothing about an operation.
         step = fmean(host) * step / max(1e-9, side.mean("backward"))
     each = step / count
     behind = [r.behind for r in side.records if r.behind is not None]
@@ -116,7 +118,7 @@ def _optimizer(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     )
     if sure < SURE or side.mean("optimizer") < OPTIMIZER_SECONDS:
         return None
-    section, train = _section(settings, "optimizer"), _section(settings, "train")
+    section, train = section_of(settings, "optimizer"), section_of(settings, "train")
     accumulate = int(train.get("accumulate") or 1)
     where = f"; {looks[0].count} of {sum(k.count for k in looks)} looks at it: {looks[0].own}" if looks else ""
     return Finding(
@@ -176,17 +178,21 @@ def _checkpoint(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     share = sum(pauses) / side.elapsed
     if len(pauses) < 3 or share < CHECKPOINT:
         return None
-    every = _section(settings, "checkpoint").get("every_minutes", 10)
+    section = section_of(settings, "checkpoint")
+    every, steps = section.get("every_minutes"), section.get("every_steps")
+    every = every if isinstance(every, (int, float)) else 10.0  # in config.yaml it may be a reference
     often = side.elapsed / len(pauses)
-    wanted = max(10.0, sum(pauses) / len(pauses) * 100 / 60)
-    change = f"checkpoint.every_minutes: {every} -> {wanted:g}" if often < 60 * wanted else "a faster disk for run.dir"
+    wanted = max(10.0, every, round(sum(pauses) / len(pauses) * 100 / 60, 1))  # minutes: saving then takes 1 %
+    changes = [f"checkpoint.every_minutes: {every:g} -> {wanted:g}"] * (every < wanted)
+    changes += [f"checkpoint.every_steps: {steps} -> null"] * bool(steps)
+    change = " and ".join(changes) or "longer epochs, since each ends in a save, or a faster disk for run.dir"
     return Finding(
         "checkpoint",
         share,
         0.97,
         "writing checkpoints stops the training often",
         f"{len(pauses)} times, every {often:.1f} s, {ms(median(pauses))} each: {percent(share)} of the time",
-        f"{change}: about {percent(share)} less time",
+        f"{change}: about {percent(share * (1 - often / (60 * wanted)))} less time",
     )
 
 
@@ -195,7 +201,7 @@ def _validation(side: Side, settings: Mapping[str, Any]) -> Finding | None:
     share = sum(pauses) / side.elapsed
     if len(pauses) < 2 or share < VALIDATION:
         return None
-    fraction = _section(settings, "data").get("val_fraction", 0.1)
+    fraction = section_of(settings, "data").get("val_fraction", 0.1)
     return Finding(
         "validation",
         share,
@@ -203,8 +209,13 @@ def _validation(side: Side, settings: Mapping[str, Any]) -> Finding | None:
         "validation takes a large part of the time",
         f"{len(pauses)} times, {median(pauses):.2f} s each: {percent(share)} of the time",
         f"fewer validation images (data.val_fraction: {fraction} -> smaller, or fewer files in val/), or longer "
-        f"epochs; a {VALIDATION / share:.0%} of them would take {percent(VALIDATION / 3)}",
+        f"epochs; {percent(_reduced(share))} of them would take {percent(BEARABLE)}",
     )
+
+
+def _reduced(share: float) -> float:
+    """The part of a validation that would take `BEARABLE` of the time, which is less then: the training's own stays."""
+    return BEARABLE * (1 - share) / (share * (1 - BEARABLE))
 
 
 def _other(side: Side, settings: Mapping[str, Any]) -> Finding | None:
@@ -251,8 +262,3 @@ def _other_processes(side: Side, settings: Mapping[str, Any]) -> Finding | None:
         f"a core {percent(queued)} of the time",
         "end the other processes, or keep these cores to the training (taskset, --cpuset-cpus)",
     )
-
-
-def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = settings.get(name)
-    return found if isinstance(found, Mapping) else {}

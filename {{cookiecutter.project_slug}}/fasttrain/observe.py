@@ -12,7 +12,7 @@ import torch
 from loguru import logger
 
 from fasttrain import dashboard, logs, profile
-from fasttrain.errors import SettingsError
+from fasttrain.errors import SettingsError, UserError
 from fasttrain.feed import Feed
 from fasttrain.gauges import Gauges
 from fasttrain.looks import Looks
@@ -112,6 +112,7 @@ class Report:
         logger.info(f"best {name} {state.best:.4f} in epoch {state.best_epoch + 1}: {where}")
         if best.exists():
             logger.info(f"next: python -m fasttrain evaluate {best}")
+        logger.info(f"next: python -m fasttrain report {self.run.dir}")
 
     def _say_verdict(self) -> None:
         try:
@@ -154,8 +155,15 @@ class Report:
             self.recorder.show_on(TensorBoardView(self.run.dir, world=self.run.world))
 
 
+RESERVED = ("time", "event", "epoch", "step", "improved")  # what else the event of a validation says
+
+
 def check_metric(metrics: Mapping[str, Any], name: str) -> None:
-    """Refuse a ``checkpoint.metric`` that the model does not give."""
+    """Refuse a ``checkpoint.metric`` that the model does not give, and metrics named like fields of the records."""
+    if taken := [each for each in metrics if each in RESERVED]:
+        raise UserError(
+            f"compute_metrics in model.py: a metric may not be called {taken[0]}, as a field of the records is"
+        )
     if name not in metrics:
         raise SettingsError(
             "checkpoint.metric", name, f"one of {', '.join(metrics)}, which compute_metrics in model.py gives"

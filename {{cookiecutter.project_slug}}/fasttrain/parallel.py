@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -43,6 +46,19 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is None:
             return model
         model = inner
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """The user's model in evaluation mode; then each of its parts as it was before, so that a frozen one stays so."""
+    plain = unwrap(model)
+    modes = [(part, part.training) for part in plain.modules()]
+    plain.eval()
+    try:
+        yield plain
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def share_buffers(model: nn.Module) -> None:

@@ -79,6 +79,10 @@ class View(Protocol):
         """The run is over."""
 
 
+def no_listener(kind: str, /, **fields: Any) -> None:
+    """Takes events in place of `Recorder.event` where nobody wants them."""
+
+
 class Recorder:
     """Writes ``rank<r>.jsonl`` and ``events<r>.jsonl`` and feeds the views. A context manager.
 

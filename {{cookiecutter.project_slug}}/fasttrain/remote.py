@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.error import HTTPError, URLError
 
-from fasttrain.errors import UserError
+from fasttrain.errors import UserError, one_line
 from fasttrain.names import printable
 
 PATIENCE = 30.0  # seconds without an answer
@@ -195,4 +195,4 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, URLError) and isinstance(error.reason, BaseException):
         error = error.reason
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(str(text).split())
+    return one_line(text)

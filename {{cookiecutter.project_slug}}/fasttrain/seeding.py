@@ -38,8 +38,11 @@ def mix(*parts: int, start: int = 0) -> int:
     return z
 
 
-def seed_all(*parts: int, start: int = 0) -> None:
-    """Set Python's, NumPy's and torch's global generators (CUDA's too where CUDA is in use) from ``mix(*parts)``."""
+def seed_all(*parts: int, start: int = 0, device: torch.device | None = None) -> None:
+    """Set Python's, NumPy's and torch's global generators from ``mix(*parts)``.
+
+    CUDA's, too, where CUDA is in use; Apple's if that is the `device`, since it would begin to be used by being asked.
+    """
     value = mix(*parts, start=start)
     super(random.Random, _PYTHONS).seed(value)  # what random.seed(value) does, without looking at the kind of value
     _PYTHONS.gauss_next = None
@@ -47,6 +50,8 @@ def seed_all(*parts: int, start: int = 0) -> None:
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(value)  # this process's device only; no sync
+    elif device is not None and device.type == "mps":
+        torch.mps.manual_seed(value)
 
 
 def permutation(size: int, *parts: int) -> np.ndarray:

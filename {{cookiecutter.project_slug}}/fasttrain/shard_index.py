@@ -24,7 +24,7 @@ import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
 
-from fasttrain.errors import UserError
+from fasttrain.errors import UserError, one_line
 from fasttrain.folder import EXTENSIONS
 from fasttrain.names import printable
 from fasttrain.remote import Remote, RemoteError, RemoteFile
@@ -121,7 +121,7 @@ def _samples(shard: Shard) -> list[Sample]:
     except RemoteError as error:
         raise UserError(f"{printable(shard.path)}: {error}") from error
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error.args[0] if error.args else error).split())
+        reason = getattr(error, "strerror", None) or one_line(error.args[0] if error.args else error)
         raise UserError(
             f"{printable(shard.path)}: not a whole tar file ({printable(reason[:200])}; {len(samples)} samples before "
             "that): copy it again, or leave it out of data.path"

@@ -22,7 +22,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newlin
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
 
 
-def printable(text: str) -> str:
+def escaped(text: str) -> str:
     """The text with its control characters written out (``\\x1b``); tabs and newlines stay."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", text)
 
@@ -94,7 +94,7 @@ class FileSink(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         head = f"{stamp}.{int(record.msecs):03d} {record.levelname:<8} {self._who} | "
-        if self._file.write([head + printable(record.getMessage()) + "\n"]):
+        if self._file.write([head + escaped(record.getMessage()) + "\n"]):
             raise self._file.error or OSError("not written")
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class ConsoleSink(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = max((number for number in _STYLES if number <= record.levelno), default=0)
-        body = printable(record.getMessage()).replace("\n", f"\n{self._who}")
+        body = escaped(record.getMessage()).replace("\n", f"\n{self._who}")
         text = Text.assemble(
             self._who, (stamp, "dim"), " ", (f"{record.levelname:<8}", _STYLES.get(level, "")), " ", body
         )
@@ -146,9 +146,8 @@ class Listener(logging.handlers.QueueListener):
         """
         if self._thread is None:
             return
-        drained = (
-            threading.Event()
-        )  # not the thread's join: Python 3.11 takes a thread for ended once a signal broke in
+        # Not the thread's join: Python 3.11 takes a thread for ended once a signal broke in.
+        drained = threading.Event()
         self.queue.put_nowait(drained)
         interruption: BaseException | None = None
         before, since = self._handled, time.monotonic()

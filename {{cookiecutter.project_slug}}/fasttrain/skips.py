@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from loguru import logger
 
 from fasttrain.errors import UserError
+from fasttrain.records import no_listener
 from fasttrain.transfer import Bad
 
 FEW = 10  # fewer bad samples never stop a training
@@ -25,7 +25,7 @@ class Skips:
     def __init__(self, kind: str, samples: int) -> None:
         self.kind, self.samples = kind, samples
         self.epoch, self.count = -1, 0
-        self.event: Callable[..., None] = _nothing  # takes the events (records.Recorder.event)
+        self.event: Callable[..., None] = no_listener  # takes the events (records.Recorder.event)
         self._named: set[int] = set()
 
     def begin(self, epoch: int) -> None:
@@ -55,7 +55,3 @@ class Skips:
             place = f"epoch {epoch + 1}: " if self.kind == "training" else ""
             what = "replaced by others" if self.kind == "training" else "left out"
             logger.warning(f"{place}{self.count} of {self.samples} {self.kind} samples can't be read and were {what}")
-
-
-def _nothing(*args: Any, **fields: Any) -> None:
-    """No one listens."""

@@ -16,7 +16,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -149,6 +148,8 @@ class Shared:
     def __getstate__(self) -> dict[str, Any]:  # on the way to a worker that is not forked
         if self._fd < 0:
             return {"size": self.size, "_fd": -1, "bytes": self.bytes}
+        from multiprocessing.reduction import DupFd  # Windows has none, nor anonymous files
+
         return {"size": self.size, "_fd": DupFd(self._fd)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ import psutil
 import torch.distributed as dist
 from loguru import logger
 
-from fasttrain.errors import UserError
+from fasttrain.errors import UserError, one_line
 
 T = TypeVar("T")
 MARKER = "preempted"  # the file in the run directory that says: not finished, start it again
@@ -203,7 +203,7 @@ class Stop:
             try:
                 self._agree()
             except RuntimeError as error:  # of the store: the launcher is gone
-                self._lost = f"the ranks can't agree where to stop: {' '.join(str(error).split())[:200]}"
+                self._lost = f"the ranks can't agree where to stop: {one_line(error)}"
             if self.asked is not None and not self._over:
                 self._hurry()
 
@@ -296,7 +296,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def mark(folder: Path, text: str) -> None:
-    """Leave the marker: its first line says what happened, the second what to do."""
+    """Leave the marker, which says what happened and what to do."""
     try:
         (folder / MARKER).write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:

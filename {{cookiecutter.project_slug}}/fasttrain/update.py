@@ -45,9 +45,10 @@ class Schedule:
     """Linear warm-up, then half a cosine (Loshchilov, Hutter: SGDR), as a function of the optimizer step.
 
     Args:
-        lr: the highest rate. total: optimizer steps of the whole training. warmup: steps of the warm-up, at most a
-        fifth of
-            the training. final: where the cosine ends, as a part of lr.
+        lr: the highest rate.
+        total: optimizer steps of the whole training.
+        warmup: steps of the warm-up, at most a fifth of the training.
+        final: where the cosine ends, as a part of lr.
     """
 
     def __init__(self, lr: float, total: int, warmup: int, final: float) -> None:
@@ -119,10 +120,10 @@ class Update:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of this batch; the mean over the batches of the step."""
-        self.finite.backward(self.scaler.scale(loss / self._parts if self._parts > 1 else loss))
+        self.finite.backward(self.scaler.scale(loss / self._parts if self._parts > 1 else loss), loss)
 
-    def step_if_due(self, state: State) -> bool:
-        """After the last batch of a step: unscale, clip, set the rate, step, zero. True if a step was due.
+    def step_if_due(self, state: State) -> None:
+        """After the last batch of a step: unscale, clip, set the rate, step, zero. `stepped` says whether it was one.
 
         Raises:
             UserError: the loss or the gradients are not finite, and ``train.on_nan`` does not bear it.
@@ -130,7 +131,7 @@ class Update:
         self.step, self.lr = state.step + 1, self.schedule(state.step)
         self.stepped = self._due
         if not self._due:
-            return False
+            return
         if self.clip_norm is not None or self.scaled:
             self.scaler.unscale_(self.optimizer)  # so that the norm is that of the true gradients
         bad = self.finite.check()
@@ -144,4 +145,3 @@ class Update:
         self.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         self.finite.note(state.step, self._epoch, self.lr, self._ends or state.step == self._max_steps)
-        return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,22 +20,25 @@ LASTING = ("loader", "graph", "pause")  # events that are kept apart, however ma
 
 
 class Kept:
-    """The last records and events of one rank."""
+    """The last records and events of one rank, since it was started or resumed."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.records: deque[BatchRecord] = deque(maxlen=KEPT)
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.lasting: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self._start = 0.0  # what other ranks wrote before is of an earlier process, and rank 0 knows only its own
 
     def take(self, event: dict[str, Any]) -> None:
+        if event["event"] == "pause" and event.get("name") == "startup":
+            self._start = float(event["time"])
         (self.lasting if event["event"] in LASTING else self.events).append(event)
 
     def rank(self, most: int) -> Rank:
         records = [*self.records][-most:]
         since = records[0].time - records[0].wall if len(self.records) > most else 0.0
         events = sorted((*self.lasting, *self.events), key=lambda event: float(event["time"]))
-        return history.between(Rank(self.number, records, events), since, float("inf"))
+        return history.between(Rank(self.number, records, events), max(since, self._start), float("inf"))
 
 
 class Follower:
@@ -44,36 +46,14 @@ class Follower:
 
     def __init__(self, directory: Path, number: int) -> None:
         self.kept = Kept(number)
-        self._paths = (directory / f"rank{number}.jsonl", directory / f"events{number}.jsonl")
-        self._at = [0, 0]
+        self._records = history.Tail(directory / f"rank{number}.jsonl")
+        self._events = history.Tail(directory / f"events{number}.jsonl")
 
     def read(self) -> None:
-        for place, path in enumerate(self._paths):
-            for row in self._rows(place, path):
-                if place:
-                    if "event" in row and "time" in row:
-                        self.kept.take(row)
-                elif (record := history.record_of(row)) is not None:
-                    self.kept.records.append(record)
-
-    def _rows(self, place: int, path: Path) -> list[dict[str, Any]]:
-        try:
-            with path.open("rb") as file:
-                file.seek(self._at[place])
-                text = file.read()
-        except OSError:  # that rank writes elsewhere (another machine), or has not begun
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._at[place] += len(whole)
-        return [row for line in whole.splitlines() if (row := _row(line)) is not None]
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:  # damaged, as after a full disk
-        return None
-    return row if isinstance(row, dict) else None
+        self.kept.records.extend(record for row in self._records() if (record := history.record_of(row)) is not None)
+        for row in self._events():
+            if "event" in row and "time" in row:
+                self.kept.take(row)
 
 
 class LiveVerdict:

@@ -130,7 +130,8 @@ class Watch:
         loss = loss.detach()
         if not loss.is_cpu:
             host = torch.empty((), dtype=loss.dtype, pin_memory=loss.is_cuda)
-            loss = host.copy_(loss, non_blocking=True)  # done before this batch's last event has passed
+            # On CUDA done before this batch's last event has passed; elsewhere nothing would tell when.
+            loss = host.copy_(loss, non_blocking=loss.is_cuda)
         self._noted = (step, loss, lr)
 
     @contextmanager

@@ -36,7 +36,7 @@ class MapDataset(Protocol):
     """A data set with a length and an index: what `Feed` takes.
 
     It may also have ``unfinished(index)``: the same sample, all its draws made, in which an item may be `Later`. And it
-    may have ``prefetch(indices)``, which is told what a batch will ask for.
+    may have ``prefetch(indices)``, which is told what a batch will ask for, and ``stored``: raw, jpeg or memory.
     """
 
     def __len__(self) -> int: ...
@@ -207,7 +207,8 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the training process decides
-        signal.signal(signal.SIGTERM, _end_soon)
+        if hasattr(signal, "alarm"):
+            signal.signal(signal.SIGTERM, _end_soon)
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         seeding.seed_all(self.seed, seeding.WORKER, self.rank, worker)

@@ -12,7 +12,7 @@ NPROC="${NPROC:-$(python -c 'import torch; print(max(1, torch.cuda.device_count(
 # torchrun would set 1 and print a warning. More helps only where the CPU computes, say in a training without a GPU.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-# SIGUSR1 would end torchrun alone and leave its processes behind, unless it is to pass it on (PyTorch 2.9 or newer).
+# SIGUSR1 would end torchrun alone and leave its processes behind, unless it is to pass it on.
 # With --max-restarts=3, run.dir=... and resume=auto a process that dies costs the steps since the last checkpoint.
 exec torchrun --standalone --nproc-per-node="$NPROC" --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     "$project/train.py" "$@"

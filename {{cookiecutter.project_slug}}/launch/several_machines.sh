@@ -22,7 +22,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 # A hang at the start is most often NCCL on the wrong network card: name the right one, and see what NCCL does.
 #     export NCCL_SOCKET_IFNAME=eth0 NCCL_DEBUG=INFO
-# SIGUSR1 would end torchrun alone and leave its processes behind, unless it is to pass it on (PyTorch 2.9 or newer).
+# SIGUSR1 would end torchrun alone and leave its processes behind, unless it is to pass it on.
 exec torchrun \
     --nnodes="$machines" \
     --nproc-per-node="$NPROC" \

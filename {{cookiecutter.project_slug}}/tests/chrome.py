@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -113,13 +112,6 @@ class Chrome:
             return bool(self.run(true) if isinstance(true, str) else true())
         except BetweenPages:
             return False
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, as far down as it goes."""
-        size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        data = self.ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def close(self) -> None:
         self._session = ""

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,14 @@ def save(path: Path, content: dict[str, Any]) -> None:
     """A checkpoint, written in this thread."""
     skeleton = Skeleton(content)
     saver.write(path, skeleton.bytes, [size for _, size in skeleton.records], skeleton.contents())
+
+
+def until(true: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until it is so; a hang becomes a failure."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"not so after {seconds:g} s"
+        time.sleep(0.01)
 
 
 def copy_project(folder: Path) -> Path:

@@ -170,7 +170,7 @@ class _Watch:
         else:
             return
         full = os.path.abspath(os.fsdecode(path)) if not isinstance(path, int) else ""
-        if not full.startswith(self.work) and full != os.devnull:
+        if not f"{full}{os.sep}".startswith(self.work + os.sep) and full != os.devnull:
             self.broken.append(f"{event} {ascii(arguments)[:200]}")
             raise PermissionError(f"{event} is forbidden here")
 

@@ -7,7 +7,7 @@
 Copies and pinning can't be planted without a GPU: tests/test_judge.py judges them on paper.
 
 Prints a line a run and the confusion table. Exits with 1 if under 98 % of the faults are named, or over 1 % of the
-healthy windows accused.
+healthy windows accused; with 2 if no kind has such a name.
 """
 
 from __future__ import annotations
@@ -130,7 +130,10 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep projects and runs in this new folder")
     options = parser.parse_args()
     healthy = (8 if options.runs == 5 else options.runs) if options.healthy is None else options.healthy
-    wanted = options.only.split(",")
+    wanted = [part.strip() for part in options.only.split(",")]
+    for part in wanted:
+        if not any(part in name for name in (*PLANTS, *HEALTHY)):
+            parser.error(f"no kind has {part!r} in its name; there are: {', '.join((*PLANTS, *HEALTHY))}")
     plans = [(name, plant, options.runs) for name, plant in PLANTS.items() if any(part in name for part in wanted)]
     plans += [(name, plant, healthy) for name, plant in HEALTHY.items() if any(part in name for part in wanted)]
     folder = options.keep or Path(tempfile.mkdtemp(prefix="planted-"))
@@ -154,7 +157,7 @@ def count(bench: Bench, plans: list[tuple[str, Plant, int]]) -> int:
         at = time.monotonic()
         try:
             found = verdicts(bench.run(name, plant, seed=round_), windows=plant.expect is None)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
             table[name]["failed"] += 1
             say(f"[{number}/{len(todo)}] {name}: {error}")
             continue

@@ -96,7 +96,6 @@ def before_training(lines: str) -> dict[str, str]:
     return {END: f"{lines}\n\n{END}"}
 
 
-FORWARD = "    def forward(self, images: torch.Tensor) -> torch.Tensor:\n"
 THROTTLED_FILES = """
 class Throttled:
     \"\"\"A file on a disk that gives 125 KB a second.\"\"\"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fasttrain import history
 from fasttrain.errors import UserError
 from fasttrain.tools import compare
 
@@ -48,9 +49,9 @@ def test_what_was_changed_and_what_it_brought_stand_side_by_side(tmp_path: Path)
 @pytest.mark.parametrize(("batches", "says"), [(2, "2 batches are too few"), (0, "0 batches")])
 def test_too_few_batches_are_said(tmp_path: Path, batches: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        compare.summary(run(tmp_path, "short", 0.1, 1, batches))
+        compare.summary(history.read(run(tmp_path, "short", 0.1, 1, batches)))
 
 
 def test_a_folder_that_is_no_run_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is this a run directory"):
+    with pytest.raises(UserError, match="holds no run"):
         compare.table([tmp_path])

@@ -1,13 +1,15 @@
-"""What is chosen for a machine: cores, number format."""
+"""What is chosen for a machine: cores, number format; and what does without Linux."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import HOME, QUICK, launch
 
-from fasttrain import machine, precision
+from fasttrain import clock, machine, precision
 
 
 def groups(root: Path, lines: str, files: dict[str, str]) -> Path:
@@ -72,3 +74,49 @@ def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, in
     assert precision.choose("auto", torch.device("cuda")) is dtype
     assert precision.choose("off", torch.device("cuda")) is None
     assert precision.choose("fp16", torch.device("cuda")) is torch.float16
+
+
+def test_apples_devices_are_timed_by_the_host_and_waited_for_in_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("mps"))
+    watch = clock.clock_of(torch.device("mps"))
+    begin = watch.stamp()
+    assert watch.passed(begin)
+    assert watch.seconds(begin, watch.stamp()) >= 0
+    assert waited == []
+    watch.settle()
+    assert waited == ["mps"]
+
+
+ELSEWHERE = """
+import multiprocessing.reduction, os, pkgutil, signal, sys
+import cv2, loguru, omegaconf, psutil, rich, torch  # what they need is their own affair
+for module, names in {
+    os: "memfd_create O_CLOEXEC sched_getaffinity killpg",
+    signal: "SIGKILL SIGCONT SIGSTOP SIGUSR1 SIGHUP alarm pthread_sigmask sigtimedwait",
+    multiprocessing.reduction: "DupFd",
+}.items():
+    for name in names.split():
+        delattr(module, name)
+for name in ("fcntl", "resource"):
+    sys.modules[name] = None  # its import raises ImportError
+import fasttrain, train
+for module in pkgutil.walk_packages(fasttrain.__path__, "fasttrain."):
+    if module.name != "fasttrain.__main__":  # which runs the command line
+        __import__(module.name)
+from fasttrain import effort, failures, worker
+print(failures.how_it_ended(1 << 30))
+effort.QueueTime()()
+worker.die_with_parent = lambda: None  # itself only on Linux
+worker.WorkerInit(1, 0, None)(0)
+train.main()
+"""
+
+
+def test_what_only_linux_and_other_unix_systems_have_is_not_needed(images: Path, tmp_path: Path) -> None:
+    """The names that Windows lacks are taken away; its files and processes themselves are not played here."""
+    arguments = [*QUICK, f"data.path={images}", f"run.dir={tmp_path / 'run'}", "train.max_steps=3"]
+    code, output = launch([sys.executable, "-c", ELSEWHERE, *arguments], tmp_path, PYTHONPATH=str(HOME))
+    assert code == 0, output
+    assert output.startswith("was killed")
+    assert (tmp_path / "run" / "last.pt").exists()

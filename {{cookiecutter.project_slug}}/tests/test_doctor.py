@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import HOME, launch
 
 from fasttrain.tools import checks, doctor
@@ -41,7 +44,7 @@ CASES: list[tuple[Check, str, str, str]] = [
     (checks.disk(20e6, 400e3), WARNING, "50 samples a second", "pack"),
     (checks.disk(2e9, 400e3), OK, "5,000 samples", ""),
     (checks.disk(None, None), OK, "not measured", ""),
-    (checks.checkpoints(2 * GB, 5 * GB, "/x"), ERROR, "about 2.0 GB, 5.0 GB free in /x", "run.dir"),
+    (checks.checkpoints(2 * GB, 7 * GB, "/x"), ERROR, "4 checkpoints of about 2.0 GB, 7.0 GB free in /x", "run.dir"),
     (checks.checkpoints(2 * GB, 20 * GB, "/x"), WARNING, "20.0 GB free", "free some space"),
     (checks.checkpoints(2 * GB, 50 * GB, "/x"), OK, "50.0 GB free", ""),
     (checks.rendezvous(2, "nccl", None, "no route"), ERROR, "no route", "SOCKET_IFNAME"),
@@ -111,3 +114,19 @@ def test_an_error_exits_with_1(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     code, output = doctor_says(f"data.path={tmp_path / 'empty'}")
     assert (code, "error   data" in output) == (1, True), output
+
+
+def test_whatever_the_data_set_raises_is_a_line_with_its_place(changed_project: Callable[[str, str], Path]) -> None:
+    home = changed_project(
+        "data.py", "def _broken(self, index):\n    return {}['label']\n\nImages.__getitem__ = _broken"
+    )
+    code, output = launch([sys.executable, "-m", "fasttrain", "doctor"], home)
+    assert code == 1
+    assert "Traceback" not in output
+    assert "error   data           KeyError: 'label' (data.py, line " in output, output
+
+
+def test_a_sample_may_be_nested() -> None:
+    image = np.zeros((4, 5, 3), np.uint8)
+    assert doctor.bytes_of((image, 3)) == 60 + 8
+    assert doctor.bytes_of({"image": torch.from_numpy(image), "boxes": [image, {"id": np.int32(1)}]}) == 124

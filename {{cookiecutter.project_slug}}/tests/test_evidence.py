@@ -27,6 +27,7 @@ from fasttrain.errors import UserError
 from fasttrain.evidence import side_of, sure_above
 from fasttrain.graph import operations
 from fasttrain.history import Rank
+from fasttrain.judge import judge
 from fasttrain.looks import Looks, place
 from fasttrain.records import BatchRecord
 from fasttrain.tools import judge as tool
@@ -271,6 +272,36 @@ def test_the_live_verdict_reads_the_other_ranks_while_they_write(tmp_path: Path)
     assert "rank 1 is late" in (live.says or "")
 
 
+def later(rank: Rank, seconds: float) -> Rank:
+    """The same at another time of the run."""
+    records = [record._replace(time=record.time + seconds) for record in rank.records]
+    return Rank(rank.number, records, [{**event, "time": event["time"] + seconds} for event in rank.events])
+
+
+def joined(*parts: Rank) -> Rank:
+    """A training that was resumed."""
+    records = [record for part in parts for record in part.records]
+    return Rank(parts[0].number, records, [event for part in parts for event in part.events])
+
+
+def test_a_resumed_training_compares_no_rank_with_what_another_did_before(tmp_path: Path) -> None:
+    """The same steps done again, in which rank 1 is late; before, it was not."""
+    own, slow = later(Training(backward=0.02).rank(0), 100), later(Training(forward=0.02).rank(1), 100)
+    other = joined(Training().rank(1), slow)
+    _write(tmp_path, other, len(other.records))
+    live = LiveVerdict(tmp_path, 2, {})
+    for event in own.events:
+        live.event(event)
+    live.batches(own.records)
+    follower = Follower(tmp_path, 1)
+    follower.read()
+    assert follower.kept.rank(4000).records == slow.records
+    lost = [joined(Training().rank(0), own), slow]  # rank 1's files did not survive the first time
+    for verdict in (live.verdict(), judge(lost, {}, {})):
+        assert verdict.findings
+        assert (verdict.findings[0].cause, verdict.findings[0].rank) == ("slow_rank", 1)
+
+
 def test_a_line_that_is_half_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
     rank = Training().rank(1)
     follower = Follower(tmp_path, 1)
@@ -333,6 +364,7 @@ def test_a_training_ends_with_its_verdict(train: Train, changed_project: Change)
     assert run.code == 0, run.output
     assert "verdict: the training process loads its own data" in run.output
     assert "do: data.workers: 0 -> " in run.output
+    assert f"next: python -m fasttrain report {run.dir}" in run.output
     (loader,) = run.events("loader")
     assert (loader["workers"], loader["slots"], loader["types"]) == (0, True, ["uint8", "int64"])
     record = run.records()[-1]

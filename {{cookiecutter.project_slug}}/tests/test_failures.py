@@ -5,18 +5,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from conftest import until
 from faults import CASES, Case, attempt, check
 from torch.utils.data import DataLoader, Dataset
 
 from fasttrain import failures, inject
 from fasttrain.errors import UserError
-from fasttrain.failures import Cause, EndedByOther, Failures, is_of_others, one_line
+from fasttrain.failures import Cause, EndedByOther, Failures, Lost, lost_others, summary
 
 # Each takes the time of a training; `make faults` tries all.
 TRIED = (
@@ -112,8 +112,7 @@ def test_a_killed_process_is_named_aloud(pair: tuple[Failures, Failures]) -> Non
     gone = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     pair[1]._store.set("process 1", pair[1]._store.get("process 1").decode().rsplit(",", 1)[0] + f", {gone.pid}]")
     gone.kill()
-    while Path(f"/proc/{gone.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.01)
+    until(lambda: Path(f"/proc/{gone.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
     other = pair[0].explain(CLOSED)
     gone.wait()
     assert isinstance(other, EndedByOther)
@@ -133,12 +132,46 @@ def test_what_breaks_after_the_launcher_is_gone_follows_from_that(pair: tuple[Fa
 
 
 def test_only_errors_of_connections_count_as_those_of_others() -> None:
-    assert is_of_others(CLOSED)
+    assert lost_others(CLOSED) is Lost.CONNECTION
     wrapped = RuntimeError("in backward")
     wrapped.__cause__ = CLOSED
-    assert is_of_others(wrapped)
-    assert not is_of_others(RuntimeError("CUDA out of memory"))
-    assert not is_of_others(UserError("Connection closed by peer"))
+    assert lost_others(wrapped) is Lost.CONNECTION
+    assert lost_others(RuntimeError("CUDA out of memory")) is None
+    assert lost_others(UserError("Connection closed by peer")) is None
+
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, "
+
+
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ("remote process exited or there was a network error\nncclRemoteError: A call failed", Lost.CONNECTION),
+        ("internal error\nLast error:\nNet : Connection closed by remote peer a<50260>", Lost.CONNECTION),
+        ("NCCL communicator was aborted on rank 0.", Lost.CONNECTION),
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", Lost.ANSWER),
+        ("unhandled cuda error\nncclUnhandledCudaError\nLast error:\nCuda failure 2 'out of memory'", None),
+        ("invalid usage\nncclInvalidUsage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0", None),
+    ],
+)
+def test_nccls_errors_of_this_process_are_its_own(
+    pair: tuple[Failures, Failures], logged: list[str], said: str, lost: Lost | None
+) -> None:
+    """Whatever class PyTorch raises them as; none of their lines is lost."""
+    last = said.splitlines()[-1]
+    for kind in (dist.DistBackendError, RuntimeError):
+        assert lost_others(kind(NCCL + said)) is lost
+    if lost is None:
+        assert pair[0].explain(raised(dist.DistBackendError(f"{NCCL}{said}\nException raised from x:1"))) is None
+        assert last in str(pair[1].explain(CLOSED))
+        assert "Exception raised" not in str(pair[1].known())
+    else:
+        pair[0].explain(raised(dist.DistBackendError(NCCL + said)))
+        assert last in "".join(logged)
+
+
+def test_a_rank_that_runs_and_has_not_noticed_yet_is_not_named(pair: tuple[Failures, Failures]) -> None:
+    assert str(pair[0].explain(CLOSED)).startswith("rank 0 failed first: lost the connection to the others ([/pytorch")
 
 
 class Failing(Dataset[int]):
@@ -152,7 +185,7 @@ class Failing(Dataset[int]):
 def test_an_error_in_a_loader_worker_is_one_line_with_its_place() -> None:
     with pytest.raises(KeyError) as caught:
         next(iter(DataLoader(Failing(), num_workers=1)))
-    text = one_line(caught.value)
+    text = summary(caught.value)
     assert "\n" not in text
     assert "'label'" in text
     assert "in loader worker 0 (test_failures.py:" in text

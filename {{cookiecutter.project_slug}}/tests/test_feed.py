@@ -179,6 +179,32 @@ def test_a_sample_that_fails_ends_in_one_line(workers: int) -> None:
     feed.close()
 
 
+def test_draws_on_apples_devices_belong_to_their_batch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.mps, "manual_seed", seeds.append)
+    monkeypatch.setattr(feeding, "to_device", lambda batches, *rest: batches)
+    feed = make(workers=0)
+    list(feed.train(0))
+    assert seeds == [], "on a CPU it is left alone"
+    feed.device = torch.device("mps")
+    list(feed.train(1))
+    first = seeds.copy()
+    list(feed.train(1))
+    assert len(set(first)) == 6
+    assert seeds[6:] == first
+
+
+def test_the_loader_is_described_once_with_how_its_data_set_is_stored() -> None:
+    for stored in ("jpeg", None):
+        feed = make()
+        told: list[tuple[str, str | None]] = []
+        if stored:
+            vars(feed.train_samples.dataset)["stored"] = stored
+        feed.tell(lambda name, told=told, **fields: told.append((name, fields["stored"])))
+        list(feed.train(0))
+        assert told == [("loader", stored)]
+
+
 def test_batches_tell_who_made_them_and_how_long_it_took() -> None:
     feed = make(workers=2)
     batches = list(feed.train(0))

@@ -139,6 +139,22 @@ def test_a_nan_loss_under_a_scaler_is_an_event() -> None:
         Loop("stop", dtype=torch.float16).step(math.nan)
 
 
+def test_losses_are_told_as_the_model_gave_them() -> None:
+    """Neither multiplied by the scaler's 65536 nor divided by the batches of a step."""
+    loop = Loop("skip", dtype=torch.float16, accumulate=2)
+    told: list[float] = []
+    backward = loop.update.backward
+
+    def remember(loss: torch.Tensor) -> None:
+        told.append(float(loss.detach()))
+        backward(loss)
+
+    loop.update.backward = remember  # type: ignore[method-assign]
+    loop.step()
+    loop.step(math.nan)
+    assert loop.events[0]["losses"] == [told[0], pytest.approx(math.nan, nan_ok=True)]
+
+
 def test_a_nan_in_one_batch_of_an_accumulated_step_leaves_out_the_step() -> None:
     loop = Loop("skip", accumulate=2)
     before = loop.everything()

@@ -23,16 +23,18 @@ from fasttrain.errors import UserError
 from fasttrain.tools import pack, pack_store, project
 from fasttrain.tools.pack_source import Form, Packer, from_parts
 
-# A pack that commits after each image and takes its time, so that a kill lands in the middle.
-SLOW = """
-import sys, time
+# A pack that commits after each image and waits in the middle for the file GO, so that a kill finds it there.
+BLOCKED = """
+import os, sys, time
+from pathlib import Path
 from fasttrain.tools import pack, pack_source, pack_store
 pack_store.COMMIT_BYTES, pack.TOGETHER = 1, 1
-real = pack_source.Packer.one
-def slow(self, place):
-    time.sleep(0.03)
+real, go = pack_source.Packer.one, Path(sys.argv.pop(1))
+def blocked(self, place):
+    while place >= 30 and not go.exists():
+        time.sleep(0.01)
     return real(self, place)
-pack_source.Packer.one = slow
+pack_source.Packer.one = blocked
 pack.predict = lambda *a: None
 from fasttrain.run import exits_cleanly
 with exits_cleanly():
@@ -73,12 +75,15 @@ def stored(out: Path) -> int:
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_pack_goes_on(tmp_path: Path, way: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = photos(tmp_path / "in"), tmp_path / "out"
-    command = [sys.executable, "-c", SLOW, str(source), str(out), "--jobs", "2"]
+    go = tmp_path / "go"
+    command = [sys.executable, "-c", BLOCKED, str(go), str(source), str(out), "--jobs", "2"]
     process = subprocess.Popen(command, cwd=HOME, stderr=subprocess.PIPE, start_new_session=True, text=True)
     end = time.monotonic() + 60
     while stored(out) < 15 and process.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
     os.killpg(process.pid, way) if way == signal.SIGINT else process.send_signal(way)  # Ctrl-C reaches the whole group
+    process.wait(60)
+    go.touch()  # for workers that outlive it
     said = process.communicate(timeout=60)[1]  # ends only when the workers have gone too: they hold the pipe
     assert process.returncode == (130 if way == signal.SIGINT else -way), said
     assert way != signal.SIGINT or "the same command goes on there" in said
@@ -235,8 +240,10 @@ def test_several_processes_give_the_same_store(tmp_path: Path, method: str) -> N
 
 def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:
     source = photos(tmp_path / "in", 4)
-    dies = SLOW.replace("time.sleep(0.03)", "import os; os.kill(os.getpid(), 9)")
-    code, said = launch([sys.executable, "-c", dies, str(source), str(tmp_path / "out"), "--jobs", "2"], HOME)
+    dies = BLOCKED.replace("while place >= 30 and not go.exists():", "while os.kill(os.getpid(), 9):")
+    code, said = launch(
+        [sys.executable, "-c", dies, "no file", str(source), str(tmp_path / "out"), "--jobs", "2"], HOME
+    )
     assert code == 1
     assert "error: a worker process died" in said
 

@@ -121,6 +121,7 @@ def test_raw_pixels_are_not_copied(store: Path) -> None:
 def test_training_takes_a_store_like_its_folder(store: Path, images: Path) -> None:
     ours, theirs = (data.build(config(path, image_size=64), 0) for path in (store, images))
     assert ours.classes == theirs.classes
+    assert (ours.train.stored, theirs.train.stored) == ("raw", None)
     for mine, other in ((ours.train, theirs.train), (ours.val, theirs.val)):
         assert len(mine) == len(other)
         for index in range(0, len(other), 5):

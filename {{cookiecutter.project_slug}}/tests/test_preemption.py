@@ -18,8 +18,6 @@ import torch
 import yaml
 from conftest import HOME, QUICK, TIME_LIMIT, Finished, Train, copy_project
 
-from fasttrain import checkpoint
-
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=0")
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 # Three epochs of 11 steps of 6 images. A little time for each step, so that signals find a training under way.
@@ -81,16 +79,6 @@ def start(images: Path, slow_home: Path) -> Callable[..., Any]:
 def finished(process: subprocess.Popen[str], directory: Path) -> Finished:
     output, _ = process.communicate(timeout=TIME_LIMIT)
     return Finished(process.returncode, output, directory)
-
-
-def until_saved(directory: Path, process: subprocess.Popen[str], step: int = 1) -> None:
-    """Until last.pt holds this step."""
-    until = time.monotonic() + TIME_LIMIT
-    path = directory / "last.pt"
-    while not path.exists() or checkpoint.load(path)["state"]["step"] < step:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until, "nothing is saved"
-        time.sleep(0.05)
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import until
 from loguru import logger
 
 from fasttrain import records
@@ -153,17 +154,20 @@ def test_a_blocked_disk_holds_up_neither_the_training_nor_the_end(
     view = Shown()
     recorder = Recorder(tmp_path, 0, time.time(), [view])
     recorder.batch(record(0))
-    while not view.records:  # taken; the thread now stands in the write
-        time.sleep(0.01)
+    until(lambda: view.records)  # taken; the thread now stands in the write
     for step in range(6000):
         recorder.batch(record(step))
     recorder.close()
     assert view.closed == 1
     assert recorder.lost >= 6000
     assert "the disk is blocked" in warned[-1]
-    while recorder._thread.is_alive():  # let the thread go
+
+    def let_go() -> bool:
         with contextlib.suppress(BlockingIOError):
             os.read(pipe, 1 << 20)
+        return not recorder._thread.is_alive()
+
+    until(let_go)
     os.close(pipe)
 
 

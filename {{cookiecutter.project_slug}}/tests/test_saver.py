@@ -111,8 +111,10 @@ def test_signals_to_the_whole_group_do_not_reach_it(tmp_path: Path) -> None:
         assert parent.stdout.readline() == "1\n"
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             process.send_signal(number)
-        with pytest.raises(subprocess.TimeoutExpired):  # it ends when it can't write to the saver any more
-            parent.wait(2)
+        then = whole(tmp_path / "last.pt")
+        # Values whose saving began after the signals; without a saver the parent can't go on, and its output ends.
+        assert any(float(line) > then + 1 for line in parent.stdout)
+        assert not is_gone(process, 0)
 
 
 def test_it_starts_without_torch_and_without_the_project() -> None:

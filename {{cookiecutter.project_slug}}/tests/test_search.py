@@ -53,7 +53,7 @@ def test_the_result_is_within_a_twentieth_of_an_exhaustive_sweep(name: str, star
     for seed in range(20):
         chosen, scores = explore(noisy(speed, 0.01, seed), start, space)
         assert speed(chosen) >= 0.95 * best_of(speed, space), (seed, chosen)
-    assert sum(map(len, scores.found.values())) <= 25
+        assert sum(map(len, scores.found.values())) <= 25
 
 
 def test_of_equal_choices_the_cheapest_with_the_fewest_changes_is_taken() -> None:
@@ -94,7 +94,7 @@ def test_a_change_that_does_nothing_is_rarely_accepted_and_a_real_one_is() -> No
         return prove(*runs).accepted
 
     for noise in (0.01, 0.02, 0.05, 0.1):
-        assert sum(accepted(0.0, noise, seed) for seed in range(400)) <= 28  # 7 %
+        assert sum(accepted(0.0, noise, seed) for seed in range(4000)) <= 160  # 4 %
     assert sum(accepted(0.1, 0.02, seed) for seed in range(400)) >= 360
     assert sum(accepted(1.5, 0.1, seed) for seed in range(400)) >= 388
 

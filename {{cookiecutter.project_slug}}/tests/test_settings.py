@@ -212,8 +212,9 @@ def test_a_relative_path_starts_where_it_was_written(tmp_path: Path, monkeypatch
 def test_a_path_must_exist_or_be_a_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert get("data.path", "data.path=shapes") == "shapes"
-    words = "expected an existing file or folder, or one of shapes, fashion_mnist, cifar10"
-    assert error("data.path=shape") == f"data.path=shape: {words}; there is no {tmp_path / 'shape'}"
+    words = "expected an existing file or folder, a pattern of tar files, an http(s) URL"
+    names = "or one of shapes, fashion_mnist, cifar10"
+    assert error("data.path=shape") == f"data.path=shape: {words}, {names}; there is no {tmp_path / 'shape'}"
     assert error("resume=x").startswith(
         "resume=x: expected an existing file or folder, or auto, or null; there is no /"
     )

@@ -171,7 +171,7 @@ def test_pixels_of_every_kind_of_file_are_those_of_the_folder_and_the_store(tmp_
         assert np.array_equal(store.picture(listing.name(number)).pixels(), expected), list(KINDS)[number]
 
 
-# ---- C04: few and uneven shards --------------------------------------------------------------------------------------
+# ---- few and uneven shards --------------------------------------------------------------------------------------
 
 
 def test_uneven_shards_with_broken_images_give_equal_steps_on_all_ranks(train: Train, tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_sample_without_a_class_is_named(tmp_path: Path, label: dict[str, byte
         Parts(path, None, tmp_path).listing("all")
 
 
-# ---- B01: damage -----------------------------------------------------------------------------------------------------
+# ---- damage -----------------------------------------------------------------------------------------------------
 
 
 def test_a_broken_image_is_named_by_shard_and_key(tmp_path: Path) -> None:

@@ -16,11 +16,14 @@ def expected(images: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Jo
     return untouched(images, tmp_path_factory.mktemp("soak") / "untouched")
 
 
-def test_killed_three_times_it_ends_the_same(expected: tuple[Job, float], images: Path, tmp_path: Path) -> None:
+def test_killed_inside_a_save_and_at_random_moments_it_ends_the_same(
+    expected: tuple[Job, float], images: Path, tmp_path: Path
+) -> None:
     untouched_job, pace = expected
     job = Job(images, tmp_path)
     try:
-        assert soak(job, 3, pace, random.Random(4)) > 0
+        soak(job, 3, pace, random.Random(4))  # how many of the random ones hit depends on the machine's speed
+        assert (tmp_path / "mark0").exists(), "no kill came inside a save"
         assert differences(untouched_job.run, job.run) == []
     finally:
         job.kill()
@@ -31,7 +34,8 @@ def test_a_single_bit_or_sample_is_a_difference(expected: tuple[Job, float], tmp
     shutil.copytree(expected[0].run, run)
     content = torch.load(run / "last.pt", weights_only=True)
     name, weight = next(iter(content["model"].items()))
-    weight.view(-1)[0] = torch.nextafter(weight.view(-1)[0], torch.tensor(9.0))
+    first = (0,) * weight.dim()
+    weight[first] = torch.nextafter(weight[first], torch.tensor(9.0))
     torch.save(content, run / "last.pt")
     order = (run / "order1.txt").read_text().splitlines()
     (run / "order1.txt").write_text("\n".join([*order[:-1], f"{order[-1]} 0"]) + "\n")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from fasttrain.errors import UserError
+from fasttrain.observe import RESERVED, Report, check_metric
 from fasttrain.state import State, is_better
 
 
@@ -71,3 +75,16 @@ def test_a_checkpoint_without_a_newer_number_can_be_restored() -> None:
     state = State(epochs_without_gain=0)
     state.restore({"epoch": 4})
     assert state == State(epoch=4)
+
+
+@pytest.mark.parametrize("name", ["time", "event", "epoch", "step", "improved"])
+def test_a_metric_with_the_name_of_a_field_is_refused_before_the_training(name: str) -> None:
+    with pytest.raises(UserError, match=f"a metric may not be called {name}"):
+        check_metric({"accuracy": 0.5, name: 1.0}, "accuracy")
+
+
+def test_each_field_of_a_validations_event_is_reserved() -> None:
+    told: dict[str, Any] = {}
+    report = SimpleNamespace(recorder=SimpleNamespace(event=lambda kind, **fields: told.update(fields)))
+    Report.epoch(report, 0, State(), {"accuracy": 0.5}, False)  # type: ignore[arg-type]
+    assert set(told) - {"accuracy"} <= set(RESERVED)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from conftest import until
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from fasttrain import stop
@@ -103,8 +104,7 @@ def test_a_rank_that_is_done_does_not_hold_up_the_others(ranks: list[Rank]) -> N
         rank.stop._thread.join()
     ranks[2].stop._thread.start()
     ranks[2].signal()
-    while not ranks[2].stop._frozen:
-        time.sleep(0.01)
+    until(lambda: ranks[2].stop._frozen)
     ranks[2].train(None, 5)
     assert [rank.ended for rank in ranks] == [5, 5, 5]
     assert [rank.error for rank in ranks] == [None] * 3

@@ -89,6 +89,19 @@ def test_the_way_goes_from_no_workers_over_tune_and_pack_and_ends_in_a_table(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
 
 
+def test_what_the_proof_rejects_is_not_shown_as_tuned(
+    played: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, tried = Measured(100.0, 0.3, 0.6, 0.4, 20, 2.0), Measured(250.0, 0.12, 0.02, 0.96, 20, 2.0)
+    monkeypatch.setattr(tour, "tune", lambda *_: Outcome([before], [tried], {}, {"data.workers": 0}))
+    (tmp_path / "mine").mkdir()
+    assert tour.main(["--photos", str(tmp_path / "mine")]) == 0
+    out = capsys.readouterr().out
+    assert "device busy 40% -> 40% -> 99%, 3.0 times the images a second" in out
+    row = next(line for line in out.splitlines() if line.startswith("│ data.workers"))
+    assert [cell.strip() for cell in row.split("│")[2:-1]] == ["0", "0", "0"]
+
+
 def test_a_folder_that_is_not_there_is_said(played: list[list[str]], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder of photos"):
         tour.main(["--photos", str(tmp_path / "nowhere")])

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import HOME, QUICK
+from conftest import HOME, QUICK, until
 
+from fasttrain import history
 from fasttrain.errors import UserError
 from fasttrain.records import BatchRecord
 from fasttrain.tools import batch_size, footprint, project, trials, tune
@@ -56,13 +56,16 @@ def test_batches_that_only_used_up_what_lay_ready_do_not_count() -> None:
 
 def test_only_whole_new_lines_are_read(tmp_path: Path) -> None:
     file = tmp_path / "rank0.jsonl"
-    new = trials.tail(file)
+    new = history.Tail(file)
     assert new() == []
     file.write_text('{"a": 1}\n{"b"')
     assert new() == [{"a": 1}]
     with file.open("a") as opened:
         opened.write(": 2}\n")
     assert (new(), new()) == ([{"b": 2}], [])
+    with file.open("ab") as damaged:
+        damaged.write(b'{"c": \xff\n[3]\n{"d": 4}\n')
+    assert new() == [{"d": 4}]
 
 
 @pytest.mark.parametrize(
@@ -92,8 +95,7 @@ def test_no_process_is_left_when_a_run_is_stopped(tmp_path: Path, ask: bool) -> 
     child += "print(p.pid, flush=True); time.sleep(600)"
     output = tmp_path / "output.txt"
     with trials.started([sys.executable, "-c", child], output, ask) as process:
-        while not output.read_text().endswith("\n"):
-            time.sleep(0.01)
+        until(lambda: output.read_text().endswith("\n"))
     assert process.poll() is not None
     grandchild = int(output.read_text())
     assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
@@ -298,6 +300,7 @@ def test_under_torchrun_all_ranks_are_measured(changed_project: Callable[[str, s
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 processes" in done.stdout
     assert "img/s" in done.stdout
+    assert "config.yaml is as it was" in done.stdout  # said where nothing is gained, and of a dry run
     assert (home / "config.yaml").read_bytes() == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from fasttrain import parallel
 from fasttrain.state import State
 from fasttrain.transfer import Batch
 from fasttrain.update import Schedule, Update, build_optimizer
@@ -61,7 +63,8 @@ def test_gradients_are_kept_until_the_step_is_due() -> None:
         with update.forward(batch(number, 9)):
             loss = model(torch.ones(1, 3)).sum()
         update.backward(loss)
-        assert update.step_if_due(state) == (number == 1)
+        update.step_if_due(state)
+        assert update.stepped == (number == 1)
         assert torch.equal(model.weight, before) == (number == 0)
     assert model.weight.grad is None
 
@@ -156,3 +159,15 @@ def test_the_rate_of_the_schedule_reaches_the_optimizer() -> None:
     update.step_if_due(State())
     torch.testing.assert_close(before - model.weight.detach(), torch.full((1, 3), 0.5))
     assert update.lr == 0.5
+
+
+@pytest.mark.parametrize("ends", ["well", "raises"])
+def test_a_part_kept_in_evaluation_mode_stays_so_after_a_validation(ends: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout())
+    model[1].eval()
+    with suppress(KeyError), parallel.evaluating(model) as plain:
+        assert plain is model
+        assert not any(part.training for part in model.modules())
+        if ends == "raises":
+            raise KeyError
+    assert [part.training for part in model.modules()] == [True, True, False, True]

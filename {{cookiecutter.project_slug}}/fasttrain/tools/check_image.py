@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from PIL import Image
 
 from fasttrain import packed
+from fasttrain.errors import one_line
 from fasttrain.folder import Listing, printable
 from fasttrain.images import ImageError, Picture
 
@@ -91,7 +92,7 @@ def _by_pillow(data: bytes, path: str) -> list[str]:
             if kind == "JPEG":
                 image.load()  # the others went through Pillow before
     except Exception as error:  # Pillow's readers raise almost anything
-        return [f"Pillow can't decode it: {' '.join(str(error).split()) or type(error).__name__}"]
+        return [f"Pillow can't decode it: {one_line(error) or type(error).__name__}"]
     extension = os.path.splitext(path)[1][1:].lower()
     if _FORMATS.get(extension, extension.upper()) != kind:
         odd.append(f"wrong extension: is {kind}")

@@ -13,7 +13,7 @@ FEWEST_FILES, FILES = 256, 1024  # open files: with fewer a training fails, or m
 NCCL_SHARED = 64e6  # bytes of /dev/shm that NCCL wants
 SLOW_DISK = 50e6  # bytes a second
 UNEVEN = 20.0  # times as many images in the largest class as in the smallest
-SAVES = 3  # checkpoints on disk at once: best, last, and the one being written
+SAVES = 4  # checkpoints on disk at once: best, last, the one before it, and the one being written
 SLOW_START = 30.0  # seconds until processes have found each other
 
 

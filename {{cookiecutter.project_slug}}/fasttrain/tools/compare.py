@@ -6,17 +6,17 @@ With one seed the runs saw the same samples in the same order, so the difference
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
+from fasttrain import history
 from fasttrain.errors import UserError
-from fasttrain.records import PHASES, BatchRecord
+from fasttrain.history import History, Rank
+from fasttrain.records import PHASES
 from fasttrain.window import Summary, Window
 
 
@@ -30,9 +30,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def table(runs: Sequence[Path]) -> Table:
     """The settings that differ, then times and throughput of all batches but the first two, and the last validation."""
-    settings = [dict(_flat(_yaml(run / "config.yaml"))) for run in runs]
-    summaries = [summary(run) for run in runs]
-    last = [_last_validation(run) for run in runs]
+    found = [history.read(run) for run in runs]
+    settings = [dict(_flat(run.settings)) for run in found]
+    summaries = [summary(run) for run in found]
+    last = [_last_validation(run.ranks[0]) for run in found]
     shown = Table("", *(run.name for run in runs))
     for key in sorted({key for each in settings for key in each}):
         values = [str(each.get(key)) for each in settings]
@@ -53,59 +54,26 @@ def table(runs: Sequence[Path]) -> Table:
     return shown
 
 
-def summary(run: Path) -> Summary:
+def summary(run: History) -> Summary:
     """All batches of rank 0 added up, the first two left out; images are those of all ranks.
 
     Raises:
-        UserError: there are no records, or too few.
+        UserError: there are too few.
     """
-    records = [BatchRecord(**_known(row)) for row in _rows(run / "rank0.jsonl") if "wall" in row]
+    records = run.ranks[0].records
     workers = {record.worker for record in records} - {None}
-    world = int(_json((run / "run.json").read_text()).get("world_size", 1)) if (run / "run.json").exists() else 1
-    window = Window(max(1, len(records)), world, len(workers))
+    window = Window(max(1, len(records)), int(run.facts.get("world_size", 1)), len(workers))
     window.add(records)
     found = window.summary()
     if found is None:
-        raise UserError(f"{run}: {len(records)} batches are too few to compare: at least 3 are needed")
+        raise UserError(f"{run.directory}: {len(records)} batches are too few to compare: at least 3 are needed")
     return found
 
 
-def _known(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in BatchRecord._fields if name in row}
-
-
-def _last_validation(run: Path) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for row in _rows(run / "events0.jsonl"):
-        if row.get("event") == "validation":
-            skipped = ("time", "epoch", "step", "improved")
-            found = {k: v for k, v in row.items() if k not in skipped and isinstance(v, (int, float))}
-    return found
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror}): is this a run directory?") from None
-    return [row for row in map(_json, lines) if row]
-
-
-def _json(text: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-    except ValueError:  # the last line of a run that was killed
-        return {}
-    return row if isinstance(row, dict) else {}
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{path}: can't be read ({' '.join(str(error).split())[:200]}): is this a run directory?"
-        ) from None
+def _last_validation(rank: Rank) -> dict[str, float]:
+    skipped = ("time", "epoch", "step", "improved")
+    last: Mapping[str, Any] = next((e for e in reversed(rank.events) if e["event"] == "validation"), {})
+    return {k: v for k, v in last.items() if k not in skipped and isinstance(v, (int, float))}
 
 
 def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:

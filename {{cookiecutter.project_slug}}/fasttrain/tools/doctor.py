@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Patient:
         return hasattr(os, "memfd_create") and not isinstance(fields_of(self.sample), str)
 
     def need(self) -> Need:
-        size = sum(np.asarray(item).nbytes for item in self.sample) * self.cfg.data.batch_size
+        size = bytes_of(self.sample) * self.cfg.data.batch_size
         choice = Choice(self.workers, self.cfg.data.prefetch_factor, 0)
         return need(choice, size, self.processes, self.method == "fork")
 
@@ -109,6 +110,11 @@ def examine(cfg: Any, processes: int) -> Iterator[tuple[str, Check]]:
     except UserError as error:
         yield "data", Check(checks.ERROR, str(error), "python -m fasttrain check-data tells about all files")
         return
+    except Exception as error:  # whatever the owner's data set raises
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({Path(at.filename).name}, line {at.lineno}, in {at.name})"
+        yield "data", Check(checks.ERROR, text, "mend data.py: the first sample can't be made; train.py shows it all")
+        return
     yield from _of_data(patient)
     yield "checkpoints", _checkpoints(patient)
     yield "processes", _rendezvous(max(2, processes) if kind != "cuda" else processes, kind)
@@ -131,6 +137,15 @@ def _of_data(patient: Patient) -> Iterator[tuple[str, Check]]:
         checks.batches(len(train), len(patient.sets.val), section.batch_size, patient.processes, section.drop_last),
     )
     yield "disk", checks.disk(*read_speed(train))
+
+
+def bytes_of(sample: Any) -> int:
+    """What a sample takes in a batch: its arrays, tensors and numbers, in tuples, lists and dictionaries."""
+    if isinstance(sample, Mapping):
+        return sum(map(bytes_of, sample.values()))
+    if isinstance(sample, (tuple, list)):
+        return sum(map(bytes_of, sample))
+    return int(np.asarray(sample).nbytes)
 
 
 def class_counts(dataset: Any, classes: int) -> list[int]:

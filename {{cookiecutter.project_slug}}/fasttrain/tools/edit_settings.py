@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fasttrain.errors import SettingsError, UserError, printable
+from fasttrain.errors import SettingsError, UserError, as_typed
 
 
 def changed(text: str, changes: Mapping[str, Any]) -> str:
@@ -33,7 +33,7 @@ def changed(text: str, changes: Mapping[str, Any]) -> str:
         if "\n" in text[start:end]:
             raise SettingsError.line(f"{key}: its value spans lines; put it on one line")
     for key, value in sorted(changes.items(), key=lambda each: -places[each[0]][0]):  # from the end: places stay right
-        text = _replaced(text, *places[key], printable(value))
+        text = _replaced(text, *places[key], as_typed(value))
     return text
 
 

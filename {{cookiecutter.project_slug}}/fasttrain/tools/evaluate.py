@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 
 from fasttrain import checkpoint, parallel, precision, run, settings
-from fasttrain.errors import UserError
+from fasttrain.errors import UserError, one_line
 from fasttrain.feed import Feed
 from fasttrain.machine import default_workers
 from fasttrain.tools import project
@@ -56,9 +56,7 @@ def evaluate(path: str, split: str, overrides: Sequence[str]) -> tuple[dict[str,
     try:
         net.load_state_dict(checkpoint.clean_keys(weights, net.state_dict()))
     except RuntimeError as error:
-        raise UserError(
-            f"{path}: does not fit model.name={cfg.model.name}: {' '.join(str(error).split())[:300]}"
-        ) from None
+        raise UserError(f"{path}: does not fit model.name={cfg.model.name}: {one_line(error)}") from None
     net = parallel.wrap(
         net, device, channels_last=cfg.model.channels_last, sync_batchnorm=False, compile_model=cfg.model.compile
     )

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from fasttrain.sinks import printable
+from fasttrain.sinks import escaped
 
 VOID = frozenset(("link", "meta"))  # elements without content
 
@@ -42,7 +42,7 @@ def join(children: Iterable[Any]) -> Markup:
 
 def text(value: Any) -> Markup:
     """Escaped, also for use between double quotes; control characters are written out."""
-    return Markup(html.escape(printable(str(value)), quote=True))
+    return Markup(html.escape(escaped(str(value)), quote=True))
 
 
 def data(value: Any, **attributes: Any) -> Markup:

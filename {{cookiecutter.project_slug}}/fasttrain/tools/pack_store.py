@@ -15,7 +15,7 @@ import lmdb
 import numpy as np
 
 from fasttrain import packed
-from fasttrain.errors import UserError
+from fasttrain.errors import UserError, one_line
 from fasttrain.folder import printable
 
 LOCK = "packing.lock"
@@ -185,7 +185,7 @@ class Writer:
             except lmdb.MapFullError:
                 self.env.set_mapsize(self.env.info()["map_size"] + max(_ROOM, 2 * sum(len(v) for _, v in entries)))
             except lmdb.Error as error:
-                reason = " ".join(str(error).split())
+                reason = one_line(error)
                 raise UserError(
                     f"{printable(self.out)}: can't be written after {self.done} of {self.total} images ({reason}); make"
                     " room and run the same command again: it goes on there"

@@ -59,17 +59,22 @@ class Lab:
     def batch(self) -> Batch:
         """One batch that stays."""
         feed = self._feed(Choice(0, 1, 0))
-        found = next(feed.train(0))
-        found.tensors = tuple(tensor.clone() for tensor in leaves(found.tensors))
-        self.has_slots = feed.train_samples.slots is not None
-        feed.close()
+        try:
+            found = next(feed.train(0))
+            found.tensors = tuple(tensor.clone() for tensor in leaves(found.tensors))
+            self.has_slots = feed.train_samples.slots is not None
+        finally:
+            feed.close()
         return found
 
     def alone(self, batch: Batch, threads: int) -> float:
         """Images a second of the step on the same batch again and again: data for free."""
         self._use(threads)
         feed = self._feed(Choice(0, 1, 0))
-        return self._speed(lambda: self.step(batch), 3, feed)
+        try:
+            return self._speed(lambda: self.step(batch), 3, feed)
+        finally:
+            feed.close()
 
     def both(self, choice: Choice) -> float:
         """Images a second of loader and step together; 0 for settings that don't work here."""

@@ -89,7 +89,8 @@ def tour(folder: Path, options: argparse.Namespace, say: Say) -> list[Table | st
     held = Runs([*typical, HOLDS], _in(folder, "holds"), options.seconds)
     holding = [held.measure(settings)[0] for settings in ((), tuned, packed)]
 
-    columns = [middle(outcome.before), middle(outcome.after or outcome.before), *after]
+    # Where the proof rejects what tune tried, the settings stay: so do the numbers.
+    columns = [middle(outcome.before), middle(outcome.after if outcome.changes else outcome.before), *after]
     named = {key: [outcome.values[key], *[outcome.changes.get(key, outcome.values[key])] * 2] for key in outcome.values}
     say("\nThe whole way\n")
     tables = [_table("device sleeps", columns, named), _table("holds the interpreter", holding, {})]

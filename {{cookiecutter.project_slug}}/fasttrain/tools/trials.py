@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from fasttrain import history
 from fasttrain.errors import UserError
 from fasttrain.records import BatchRecord
 from fasttrain.tools import project
@@ -164,10 +163,10 @@ class Runs:
     def _collect(self, process: subprocess.Popen[bytes], file: Path, output: Path) -> list[BatchRecord]:
         began = time.monotonic()
         records: list[BatchRecord] = []
-        rows = tail(file)
+        rows = history.Tail(file)
         while True:
             over = process.poll() is not None
-            records += [record for row in rows() if (record := _record(row)) is not None]
+            records += [record for row in rows() if (record := history.record_of(row)) is not None]
             counted = records[WARM_UP:]
             spent = sum(record.wall for record in counted)
             if spent >= self.seconds and (len(counted) >= FEWEST or spent >= LONGEST * self.seconds):
@@ -181,26 +180,3 @@ class Runs:
             if not records and time.monotonic() - began > PATIENCE:
                 raise UserError(f"no batch within {PATIENCE:.0f} s: look at {output}")
             time.sleep(POLL)
-
-
-def tail(file: Path) -> Callable[[], list[dict[str, Any]]]:
-    """A function that gives the JSON lines that were added to a file since the last call, whole ones only."""
-    place = 0
-
-    def new() -> list[dict[str, Any]]:
-        nonlocal place
-        if not file.exists():
-            return []
-        with file.open("rb") as opened:
-            opened.seek(place)
-            text = opened.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        place += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
-
-    return new
-
-
-def _record(row: dict[str, Any]) -> BatchRecord | None:
-    known = {name: row[name] for name in BatchRecord._fields if name in row}
-    return BatchRecord(**known) if "wall" in row else None

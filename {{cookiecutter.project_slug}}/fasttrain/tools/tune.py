@@ -26,12 +26,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fasttrain import settings
-from fasttrain.errors import UserError, printable
+from fasttrain import history, settings
+from fasttrain.errors import UserError, as_typed
 from fasttrain.stop import Stopped
 from fasttrain.tools import edit_settings, project, search
 from fasttrain.tools.search import Choice, Proof
-from fasttrain.tools.trials import POLL, Measured, Runs, command, reason, started, tail
+from fasttrain.tools.trials import POLL, Measured, Runs, command, reason, started
 
 KEYS = ("data.workers", "data.prefetch_factor", "run.threads")  # in the order of Choice's fields
 WORDS = ("workers", "prefetch", "threads")
@@ -121,7 +121,7 @@ def table(outcome: Outcome) -> Table:
     shown = Table("", "before", *(["after"] if outcome.after else []))
     new = outcome.changes or {}
     for key, old in outcome.values.items():
-        shown.add_row(key, printable(old), *([printable(new.get(key, "(tried)"))] if outcome.after else []))
+        shown.add_row(key, as_typed(old), *([as_typed(new.get(key, "(tried)"))] if outcome.after else []))
     runs = [middle(each) for each in (outcome.before, outcome.after) if each]
     add_measures(shown, runs)
     return shown
@@ -204,7 +204,7 @@ def _rows(overrides: Sequence[str], folder: Path, processes: int, plan: Mapping[
     own = ("resume=null", f"run.dir={folder / 'run'}")
     file.write_text(json.dumps({**plan, "out": str(out), "overrides": [*overrides, *own]}))
     with started(command(["-m", "fasttrain.tools.sweep", str(file)], processes), output) as process:
-        rows = tail(out)
+        rows = history.Tail(out)
         while process.poll() is None:
             yield from rows()
             time.sleep(POLL)
@@ -247,7 +247,7 @@ def arguments_of(changes: Mapping[str, Any]) -> list[str]:
 
 
 def _arrow(key: str, old: Any, new: Any) -> str:
-    return f"{key}: {printable(old)} -> {printable(new)}"
+    return f"{key}: {as_typed(old)} -> {as_typed(new)}"
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
