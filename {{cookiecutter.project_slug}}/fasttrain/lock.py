@@ -11,7 +11,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from fasttrain.errors import SettingsError
+from fasttrain.errors import SettingsError, as_typed
 
 try:
     import fcntl
@@ -32,17 +32,18 @@ def held(folder: Path) -> Iterator[None]:
     Raises:
         SettingsError: another process trains there, and still does after `WAIT` seconds.
     """
+    file: int | None = None
     try:
         file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         logger.warning(f"{folder}: not locked against a second training ({error.strerror})")
-        yield
-        return
     try:
-        _take(file, folder)
+        if file is not None:
+            _take(file, folder)
         yield
     finally:
-        os.close(file)
+        if file is not None:
+            os.close(file)
 
 
 def _take(file: int, folder: Path) -> None:
@@ -51,7 +52,7 @@ def _take(file: int, folder: Path) -> None:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            other = os.pread(file, 200, 0).decode(errors="replace").strip()
+            other = _signed(folder)
             if time.monotonic() >= until:
                 expected = f"a folder of its own: another training is under way in this one ({other})"
                 raise SettingsError("run.dir", folder, expected) from None
@@ -65,6 +66,13 @@ def _take(file: int, folder: Path) -> None:
         else:
             break
     _sign(file, f"process {os.getpid()} on {socket.gethostname()}\n")
+
+
+def _signed(folder: Path) -> str:
+    try:
+        return as_typed((folder / FILE).read_text(encoding="utf-8", errors="replace").strip(), 200)
+    except OSError as error:
+        return f"which one can't be read: {error.strerror}"
 
 
 def _sign(file: int, text: str) -> None:
