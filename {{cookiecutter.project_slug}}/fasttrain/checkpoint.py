@@ -21,7 +21,7 @@ from loguru import logger
 from torch import nn
 
 from fasttrain import saver
-from fasttrain.errors import UserError, as_typed
+from fasttrain.errors import UserError, as_typed, one_line
 from fasttrain.parallel import unwrap
 from fasttrain.snapshot import Skeleton
 
@@ -160,5 +160,5 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     try:
         unwrap(model).load_state_dict(weights)
     except (RuntimeError, TypeError, ValueError) as error:  # tensors without data, or in a form that can't be copied
-        reason = as_typed(" ".join(str(error).split()), 300)
+        reason = as_typed(one_line(error))
         raise UserError(f"model.weights={path}: can't be used: {reason}") from None

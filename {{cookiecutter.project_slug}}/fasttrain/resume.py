@@ -12,7 +12,7 @@ from torch import nn
 
 from fasttrain import checkpoint
 from fasttrain.checkpoint import FORMAT
-from fasttrain.errors import UserError, as_typed
+from fasttrain.errors import UserError, as_typed, one_line
 from fasttrain.parallel import unwrap
 from fasttrain.state import State
 from fasttrain.update import Update
@@ -52,7 +52,7 @@ def restore(path: Path, state: State, model: nn.Module, update: Update, facts: M
             state.best = state.best_epoch = None
             state.epochs_without_gain = 0
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = as_typed(" ".join(str(error).split()), 300)
+        reason = as_typed(one_line(error))
         raise UserError(f"resume={path}: it does not fit this model or optimizer: {reason}") from None
     logger.info(
         "resumed from {}: epoch {}, position {}, step {}, best {}",
