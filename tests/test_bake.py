@@ -25,7 +25,7 @@ TOP = ".gitignore LICENSE Makefile README.md config.py config.yaml data.py model
 FASTTRAIN = """
     __init__ __main__ checkpoint clock dashboard dashboard_panel effort errors evidence facts failures
     feed findings finite folder gauges graph history host images inject join judge judge_data
-    judge_growth judge_ranks judge_step keeper listing lmdb_file logs looks machine metrics names
+    judge_growth judge_ranks judge_step keeper listing lmdb_file lock logs looks machine metrics names
     observe overrides packed parallel parts precision profile records remote resume run sampler saver
     seeding settings settings_file shapes shard_index shards sinks skips slots snapshot stand_in state
     stop supply tensorboard transfer typed update verdicts warm watch watchdog window worker writer
@@ -41,8 +41,8 @@ LAUNCH = "kubernetes.yaml one_machine.sh several_machines.sh slurm.sbatch"
 TESTS = """
     bench check_data checkpoint compare dashboard data device doctor edit_settings evidence examples
     failures feed finite folder fuzz gauges images join judge keeper logs model pack pack_faults packed
-    preemption profile profile_data records report sampler saver search seeding settings shapes shards
-    skips slots soak state stop tour training transfer tune update warm watch
+    planted preemption profile profile_data records report run sampler saver search seeding settings
+    shapes shards skips slots soak state stop tour training transfer tune update warm watch
 """
 TEST_HELPERS = """
     chrome conftest faults fuzz fuzz_changes fuzz_checkpoint fuzz_data fuzz_settings planted plants

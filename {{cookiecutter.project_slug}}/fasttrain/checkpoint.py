@@ -20,7 +20,7 @@ import torch
 from loguru import logger
 from torch import nn
 
-from fasttrain.errors import UserError, as_typed
+from fasttrain.errors import UserError, as_typed, one_line
 from fasttrain.parallel import unwrap
 
 FORMAT = 1
@@ -144,5 +144,5 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     try:
         unwrap(model).load_state_dict(weights)
     except (RuntimeError, TypeError, ValueError) as error:  # tensors without data, or in a form that can't be copied
-        reason = as_typed(" ".join(str(error).split()), 300)
+        reason = as_typed(one_line(error))
         raise UserError(f"model.weights={path}: can't be used: {reason}") from None

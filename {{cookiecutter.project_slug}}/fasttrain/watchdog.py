@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.process import current_process
 from types import TracebackType
 
 from loguru import logger
@@ -75,7 +76,14 @@ def launcher() -> int | None:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(os, "getppid") else None
 
 
-def die_with_parent() -> None:
-    """Have Linux end this process as soon as the one that started it is gone, whatever it does then."""
+def die_with_parent(parent: int) -> None:
+    """Have Linux end this process as soon as the one that started it is gone, whatever it does then.
+
+    Args:
+        parent: process number of the training process, which may be gone already.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        by_server = "ForkServer" in type(current_process()).__name__  # the server ends soon after the training process
+        if os.getppid() != parent and not by_server:
+            os._exit(1)

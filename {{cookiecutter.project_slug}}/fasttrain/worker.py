@@ -6,6 +6,7 @@ the training ends, or another sample, drawn from (seed, epoch, index), takes its
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -202,10 +203,10 @@ class WorkerInit:
     """Runs first in each loader worker: seeds, logging, and no threads of its own."""
 
     def __init__(self, seed: int, rank: int, worker_log: WorkerLog | None) -> None:
-        self.seed, self.rank, self.worker_log = seed, rank, worker_log
+        self.seed, self.rank, self.worker_log, self.parent = seed, rank, worker_log, os.getpid()
 
     def __call__(self, worker: int) -> None:
-        die_with_parent()
+        die_with_parent(self.parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the training process decides
         if hasattr(signal, "alarm"):
             signal.signal(signal.SIGTERM, _end_soon)

@@ -107,7 +107,7 @@ for module in pkgutil.walk_packages(fasttrain.__path__, "fasttrain."):
 from fasttrain import effort, failures, worker
 print(failures.how_it_ended(1 << 30))
 effort.QueueTime()()
-worker.die_with_parent = lambda: None  # itself only on Linux
+worker.die_with_parent = lambda parent: None  # itself only on Linux
 worker.WorkerInit(1, 0, None)(0)
 train.main()
 """
