@@ -50,6 +50,8 @@ def restore(path: Path, state: State, model: nn.Module, update: Update, facts: M
         state.restore(content["state"])
         if state.position > facts["training_samples"]:
             raise ValueError(f"state.position is {state.position} of {facts['training_samples']} training samples")
+        for group in update.optimizer.param_groups if state.step else ():
+            group["lr"] = update.schedule(state.step - 1)  # as the last step left it, should no other one come
         if (reason := _other_measure(content["facts"], facts)) is not None and state.best is not None:
             logger.warning("{}: the best so far, {}, no longer counts ({})", path, state.best, reason)
             state.best = state.best_epoch = None

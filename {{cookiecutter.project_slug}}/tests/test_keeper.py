@@ -136,6 +136,7 @@ def test_saved_and_resumed_is_the_same_in_weights_optimizer_and_state(make: Make
         assert torch.equal(second.model.state_dict()[name], value)
     momenta = [o.state_dict()["state"][0]["momentum_buffer"] for o in (first.optimizer, second.optimizer)]
     assert torch.equal(*momenta)
+    assert second.optimizer.param_groups[0]["lr"] == Schedule(0.1, 10, 0, 0)(6)  # as step 7 left it
 
 
 def test_a_training_that_was_done_already_leaves_its_last_as_it_is(make: Make, tmp_path: Path) -> None:
