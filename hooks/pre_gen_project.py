@@ -27,21 +27,9 @@ BRACES = ("{" * 2, "{" + "%", "{" + "#")  # how Jinja's marks begin; written so 
 
 # Installing the project under one of these names would replace that package, or a folder of that name hide it.
 PACKAGES = {"torch", "torchvision", "numpy", "loguru", "omegaconf", "psutil", "nvidia_ml_py", "pynvml", "rich"}
-PACKAGES |= {
-    "simplejpeg",
-    "opencv_python_headless",
-    "cv2",
-    "pillow",
-    "pil",
-    "lmdb",
-    "pyyaml",
-    "yaml",
-    "pytest",
-    "pytest_xdist",
-    "ruff",
-}
+PACKAGES |= {"simplejpeg", "opencv_python_headless", "cv2", "pillow", "pil", "lmdb", "pyyaml", "yaml", "pytest", "ruff"}
 PACKAGES |= {"mypy", "tensorboard", "vl_convert_python", "vl_convert", "webdataset", "h5py", "tfrecord"}
-PACKAGES |= {"albumentations", "types_pyyaml", "pip", "setuptools", "wheel", "cookiecutter"}
+PACKAGES |= {"albumentations", "pytest_xdist", "types_pyyaml", "pip", "setuptools", "wheel", "cookiecutter"}
 PROJECT_MODULES = {"fasttrain", "train", "data", "model", "config", "tests", "launch", "runs"}
 DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
 
