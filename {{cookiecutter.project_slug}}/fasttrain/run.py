@@ -293,7 +293,10 @@ def _claim(
     if saved is not None and Path(saved).is_dir():
         expected = f"a checkpoint; this is a folder, try resume={Path(saved) / LAST}"
         raise SettingsError("resume", saved, expected)
-    (path / MARKER).unlink(missing_ok=True)  # it goes on
+    try:
+        (path / MARKER).unlink(missing_ok=True)  # it goes on
+    except OSError as error:
+        raise SettingsError("run.dir", directory, f"a folder that can be written ({error.strerror})") from None
     token = uuid.uuid4().hex
     started, name = began, token
     if first.exists():  # the same run, even if it was ended before its first checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -33,9 +34,9 @@ class Store:
         shapes.draw(valid / "in", seed=1, train_per_class=4, val_per_class=1)
         self.stores = []
         for form in ("raw", "jpeg"):
-            pack.say = _nothing
             out = valid / form
-            pack.main([str(valid / "in"), str(out), "--jobs", "1", "--size", "20", "--format", form])
+            with contextlib.redirect_stderr(io.StringIO()):
+                pack.main([str(valid / "in"), str(out), "--jobs", "1", "--size", "20", "--format", form])
             packed.close(out)
             self.stores.append((out / "data.mdb").read_bytes())
 
@@ -99,10 +100,6 @@ class Store:
                     listing.picture(index).pixels().sum()
         finally:
             packed.close(folder / "store")
-
-
-def _nothing(text: str) -> None:
-    """Says nothing."""
 
 
 class Tar:

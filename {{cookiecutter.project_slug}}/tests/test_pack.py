@@ -182,6 +182,7 @@ def test_two_processes_do_not_pack_into_one_store(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = photos(tmp_path / "in", 4)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(pack_store, "LEAST", 0)
     with pytest.raises(UserError, match="0 MB are needed and 0 MB are free"):
         run(source, tmp_path / "out")
 

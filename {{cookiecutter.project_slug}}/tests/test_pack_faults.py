@@ -131,6 +131,14 @@ def test_a_disk_that_is_too_small_is_refused_before(disk: Path, tmp_path: Path) 
         run(source, disk / "out")
 
 
+def test_a_full_disk_is_told_before_the_database_is_opened(disk: Path, tmp_path: Path) -> None:
+    """LMDB writes to its files as memory: it would end the process by a signal, without a word."""
+    source = photos(tmp_path / "in", 4)
+    (disk / "fill").write_bytes(bytes(2 * 1024**2))
+    with pytest.raises(UserError, match=r"out: can't be written: .*No space left"):
+        run(source, disk / "out")
+
+
 def test_a_disk_that_can_not_be_written_is_told(disk: Path, tmp_path: Path) -> None:
     source = photos(tmp_path / "in", 4)
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -49,6 +50,17 @@ def test_without_resume_a_run_is_not_started_again(tmp_path: Path) -> None:
     write(tmp_path / facts.FILE, "one", 1.0)
     with pytest.raises(SettingsError, match="holds a run already"):
         claim(tmp_path, None)
+
+
+def test_a_folder_that_can_not_be_written_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(SettingsError, match=r"run.dir=.*expected a folder that can be written \(Read-only file system"):
+        claim(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"started": null}'])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -22,6 +24,7 @@ LOCK = "packing.lock"
 PROGRESS = b"\0progress"  # with 8 bytes, big-endian, behind it: which transaction
 COMMIT_BYTES, COMMIT_SECONDS = 64 << 20, 5.0  # of images in one transaction; each ends with an fsync
 _ROOM = 1 << 30  # bytes that the map grows by
+LEAST = 1 << 18  # bytes free on the disk for LMDB's lock and first pages
 
 
 class Made(NamedTuple):
@@ -65,6 +68,10 @@ class Writer:
             self._lock = _lock(out)
             if fresh and (out / packed.FILE).exists():
                 (out / packed.FILE).unlink()  # killed before anything was in it
+            if (
+                shutil.disk_usage(out).free < LEAST
+            ):  # LMDB writes to its files as memory: a full disk would end the process
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.env = lmdb.open(str(out), map_size=_ROOM, readahead=False, meminit=False)
         except (OSError, lmdb.Error) as error:
             raise UserError(f"{printable(out)}: can't be written: {error}") from error
