@@ -23,12 +23,13 @@ else:
 # Every file of a project. A new one is added here, so that none comes or goes unseen.
 TOP = ".gitignore LICENSE Makefile README.md config.py config.yaml data.py model.py pyproject.toml train.py"
 FASTTRAIN = """
-    __init__ __main__ checkpoint clock dashboard dashboard_panel effort errors evidence facts failures
-    feed findings finite folder gauges graph history host images inject join judge judge_data
-    judge_growth judge_ranks judge_step keeper listing lmdb_file lock logs looks machine metrics names
-    observe overrides packed parallel parts precision profile records remote resume run sampler saver
-    seeding settings settings_file shapes shard_index shards sinks skips slots snapshot stand_in state
-    stop supply tensorboard transfer typed update verdicts warm watch watchdog window worker writer
+    __init__ __main__ checkpoint clock dashboard dashboard_panel device effort errors evidence facts
+    failures feed findings finite folder gauges graph history host images inject join judge judge_data
+    judge_growth judge_ranks judge_step keeper listing lmdb_file loader lock logs looks machine metrics
+    names observe overrides packed parallel parts precision profile records remote resume run rundir
+    sampler saver seeding settings settings_file shapes shard_index shards sinks skips slots snapshot
+    stand_in state stop supply tensorboard transfer typed update verdicts warm watch watchdog window
+    worker writer
 """
 TOOLS = """
     __init__ batch_size bench check_data check_image checks compare doctor edit_settings evaluate

@@ -9,7 +9,7 @@ Two rules make it fast. Images stay uint8 until they are on the device: a quarte
 normalises for nothing (`Prepare`). And a data set holds few Python objects: a list of a million names is copied, page
 by page, into each worker that reads it; arrays are not (`fasttrain/listing.py`).
 
-A data set may also have `unfinished(index)`, as the two below: the same sample, but all draws are made while an image
+A data set may also have `unfinished(index)`, as `Transformed`: the same sample, but all draws are made while an image
 may still be an `images.Crop`. The loader then draws and reads many samples before it makes their crops, straight in
 the batch: it saves a quarter of the time of a packed image of 224 x 224.
 
@@ -69,7 +69,27 @@ def transform(image: images.Picture, cfg: Data, train: bool) -> Image:
     return images.random_resized_crop(image, cfg.image_size, (least, most), flip=cfg.flip)
 
 
-class Images(Dataset[Sample]):
+class Transformed(Dataset[Sample]):
+    """Makes the samples of a data set that has `cfg`, `train`, a length and `original(index)`, as the two below."""
+
+    cfg: Data
+    train: bool
+
+    def original(self, index: int) -> tuple[images.Picture, int]:
+        """An image before any transform, and its label: what `python -m fasttrain pack` stores."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Sample:
+        image, label = self.unfinished(index)
+        return images.finished(image), label
+
+    def unfinished(self, index: int) -> tuple[Image, int]:
+        """The sample with all draws made, its crop perhaps not."""
+        image, label = self.original(index)
+        return transform(image, self.cfg, self.train), label
+
+
+class Images(Transformed):
     """Images of a folder, of tar shards, or of a packed store, which spares the decoding.
 
     Raises, from [index]:
@@ -88,24 +108,14 @@ class Images(Dataset[Sample]):
         return self.listing.fingerprint()
 
     def original(self, index: int) -> tuple[images.Picture, int]:
-        """An image before any transform, and its label: what `python -m fasttrain pack` stores."""
         return self.listing.picture(index), self.listing.label(index)
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """Told which images of a batch come next: behind URLs they are fetched at once."""
         self.listing.prefetch(indices)
 
-    def __getitem__(self, index: int) -> Sample:
-        image, label = self.unfinished(index)
-        return images.finished(image), label
 
-    def unfinished(self, index: int) -> tuple[Image, int]:
-        """The sample with all draws made, its crop perhaps not."""
-        image, label = self.original(index)
-        return transform(image, self.cfg, self.train), label
-
-
-class Arrays(Dataset[Sample]):
+class Arrays(Transformed):
     """Images of one size that fit in memory.
 
     Args:
@@ -131,17 +141,7 @@ class Arrays(Dataset[Sample]):
         return hashlib.blake2b(self.labels.tobytes(), digest_size=16).hexdigest()
 
     def original(self, index: int) -> tuple[images.Picture, int]:
-        """An image before any transform, and its label: what `python -m fasttrain pack` stores."""
         return images.Picture.of(self.pixels[index]), int(self.labels[index])
-
-    def __getitem__(self, index: int) -> Sample:
-        image, label = self.unfinished(index)
-        return images.finished(image), label
-
-    def unfinished(self, index: int) -> tuple[Image, int]:
-        """The sample with all draws made, its crop perhaps not."""
-        image, label = self.original(index)
-        return transform(image, self.cfg, self.train), label
 
 
 # ---- the data sets of a run ------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import copy
 import math
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -20,7 +19,7 @@ import torch
 from loguru import logger
 from torch.utils.data import DataLoader, Sampler
 
-from fasttrain import machine, seeding
+from fasttrain import loader, machine, seeding
 from fasttrain.clock import Clock, clock_of
 from fasttrain.errors import SettingsError, UserError
 from fasttrain.logs import WorkerLog
@@ -28,9 +27,8 @@ from fasttrain.sampler import BatchKey, GlobalOrderSampler, TrainingBatches, Val
 from fasttrain.skips import Skips
 from fasttrain.slots import CudaPinning, Field, Slots, fields_of
 from fasttrain.transfer import Batch, CudaStreams, leaves, to_device
-from fasttrain.worker import Failed, MapDataset, Samples, WorkerInit, as_it_is, lost_worker
+from fasttrain.worker import Failed, MapDataset, Samples, WorkerInit, as_it_is
 
-LOOK = 5.0  # seconds between two looks whether the workers live, while a batch is waited for
 PROBES = 64  # samples that are tried for one that can be read, which decides what a slot is
 
 
@@ -120,8 +118,8 @@ class Feed:
             keys = ValidationBatches(len(self.val_samples), self.data.batch_size, self.world, self.rank)
             self._val_loader = self._loader(self.val_samples, keys, persistent=self.data.persistent_workers)
         self.val_skips.begin(0)
-        source = _again(self._val_loader, self.timeout)
-        loaded = _batches(source, self.val_samples, self.val_skips, self._told, self.timeout)
+        source = loader.again(self._val_loader, self.timeout)
+        loaded = loader.batches(source, self.val_samples, self.val_skips, self._told, self.timeout)
         return (batch for batch in to_device(loaded, self.device, self.clock, self.streams) if batch.size)
 
     def names(self, indices: list[int]) -> list[str]:
@@ -143,7 +141,7 @@ class Feed:
 
     def close_training(self) -> None:
         """End the training's workers."""
-        _end_workers(self._stream)
+        loader.end_workers(self._stream)
         self._stream = None
         self.made.zero_()
         self.taken = 0
@@ -151,13 +149,13 @@ class Feed:
     def close(self) -> None:
         """End all workers and give back the slots."""
         self.close_training()
-        _end_workers(getattr(self._val_loader, "_iterator", None))
+        loader.end_workers(getattr(self._val_loader, "_iterator", None))
         self._val_loader = None
         self.train_samples.slots = self.val_samples.slots = None
 
     def _host(self, count: int) -> Iterator[Batch]:
         assert self._stream is not None
-        batches = _batches(self._stream, self.train_samples, self.train_skips, self._told, self.timeout)
+        batches = loader.batches(self._stream, self.train_samples, self.train_skips, self._told, self.timeout)
         for _ in range(count):
             ready = self.ready()
             batch = next(batches)
@@ -205,7 +203,7 @@ class Feed:
         more: dict[str, Any] = {}
         if self.workers:
             more = {
-                "timeout": min(LOOK, self.timeout),
+                "timeout": min(loader.LOOK, self.timeout),
                 "prefetch_factor": self.data.prefetch_factor,
                 "persistent_workers": persistent,
                 "multiprocessing_context": self.data.start_method,
@@ -250,75 +248,6 @@ class Feed:
 def _close(feed: weakref.ref[Feed]) -> None:
     if (left_open := feed()) is not None:
         left_open.close()
-
-
-def _again(loader: DataLoader[Any], timeout: float) -> Iterator[Any]:
-    """``iter(loader)``, which waits for workers that stay: as long as for a batch, not only from look to look."""
-    iterator = getattr(loader, "_iterator", None)
-    if iterator is None:
-        return iter(loader)
-    iterator._timeout = timeout if math.isfinite(timeout) else 0  # 0: without end
-    try:
-        return iter(loader)
-    except RuntimeError as error:
-        if str(error).startswith("DataLoader timed out"):
-            raise _too_late(timeout) from None
-        raise
-    finally:
-        iterator._timeout = loader.timeout
-
-
-def _end_workers(iterator: Any) -> None:
-    """End them now: left to its destructor, an iterator that the frames of an exception hold would outlive the run."""
-    shutdown = getattr(iterator, "_shutdown_workers", None)  # PyTorch has no public name for it
-    if shutdown is not None:
-        shutdown()
-
-
-def _batches(
-    source: Iterator[Any], samples: Samples, skips: Skips, told: Callable[[Failed], UserError], timeout: float
-) -> Iterator[Batch]:
-    """What the DataLoader gives, with the tensors looked up in their slots, and its failures as one line each.
-
-    PyTorch's ``__next__`` opens a span for its profiler around each batch. In a training whose steps are long, so that
-    its code has left the CPU's caches by then, that takes 0.3 ms, a third of the wait for a batch that lies ready.
-    """
-    fetch = getattr(source, "_next_data", source.__next__)  # the docstring says why
-    while True:
-        try:
-            got = _next(fetch, timeout)
-        except StopIteration:
-            return
-        except (RuntimeError, OSError) as error:
-            if (lost := lost_worker(error)) is None:
-                raise
-            raise lost from error
-        if isinstance(got, Failed):
-            raise told(got)
-        skips.take(got.epoch, got.bad, got.number == got.last)
-        if got.slot is not None and samples.slots is not None:
-            got.tensors = samples.slots.tensors(got.worker or 0, got.slot, got.size)
-        yield got
-
-
-def _next(fetch: Callable[[], Any], timeout: float) -> Any:
-    """The next of the DataLoader, which by its own timeout only looks whether the workers live."""
-    until = time.monotonic() + timeout
-    while True:
-        try:
-            return fetch()
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader timed out"):
-                raise
-            if time.monotonic() >= until:
-                raise _too_late(timeout) from None
-
-
-def _too_late(timeout: float) -> UserError:
-    return UserError(
-        f"no batch came from the loader workers within {timeout:g} s (run.timeout): does the disk or server behind "
-        "data.path answer?"
-    )
 
 
 def _probe(dataset: MapDataset, seed: int) -> tuple[Field, ...] | str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,12 +16,13 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from fasttrain import checkpoint, facts, join, lock, logs, machine
-from fasttrain.checkpoint import LAST, PREVIOUS
-from fasttrain.errors import SettingsError, UserError
+from fasttrain import facts, join, logs, rundir
+from fasttrain.checkpoint import LAST
+from fasttrain.device import pick_device, set_threads
+from fasttrain.errors import UserError
 from fasttrain.failures import Failures, tell_launcher
 from fasttrain.settings import to_yaml
-from fasttrain.stop import MARKER, Stop, Stopped, mark
+from fasttrain.stop import Stop, Stopped, mark
 from fasttrain.watchdog import Watchdog, launcher
 from fasttrain.worker import lost_worker
 
@@ -144,7 +143,7 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
         if join.launched():
             place.failures.share(join.join(place.device, run.timeout))
         place.began, place.settings, place.home = psutil.Process().create_time(), settings, home
-        claimed = place.on_rank0(lambda: _claim(run.dir, resume, place.began, home, place.stack))
+        claimed = place.on_rank0(lambda: rundir.claim(run.dir, resume, place.began, home, place.stack))
         directory, saved, place.started, place.id, place.token = claimed
         place.dir, place.resume = Path(directory), None if saved is None else Path(saved)
         place.log = place.stack.enter_context(logs.start(place.dir, place.rank, run.log_level))
@@ -241,89 +240,5 @@ def _place(timeout: float, threads: int | None) -> Run:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, local_rank, world, local_world = (int(os.environ[n]) for n in names) if join.launched() else (0, 0, 1, 1)
     device = pick_device(local_rank, local_world)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    elif device.type == "cpu" and not _chosen_threads():
-        torch.set_num_threads(max(1, machine.cores() // local_world))
+    set_threads(device, threads, local_world)
     return Run(rank, local_rank, world, local_world, device, failures=Failures(rank, world, timeout))
-
-
-def _chosen_threads() -> bool:
-    """Whether OMP_NUM_THREADS was set by somebody. torchrun sets it to 1, whatever the machine has."""
-    unset = {None, "1"} if "TORCHELASTIC_RUN_ID" in os.environ else {None}
-    return os.environ.get("OMP_NUM_THREADS") not in unset
-
-
-def pick_device(local_rank: int, local_world: int) -> torch.device:
-    """The device of this process: its CUDA (or ROCm) device, Apple's, or the CPU."""
-    if torch.cuda.is_available():  # NVIDIA, and AMD through ROCm
-        count = torch.cuda.device_count()
-        if local_world > count:
-            raise UserError(f"{local_world} processes on this machine but {count} GPUs: --nproc-per-node={count}")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True  # shapes stay the same: the fastest algorithm is looked for once
-        return device
-    if torch.backends.mps.is_available() and local_world == 1:
-        return torch.device("mps")
-    return torch.device("cpu")
-
-
-def _claim(
-    directory: str | None, resume: str | None, began: float, home: Path, stack: ExitStack
-) -> tuple[str, str | None, float, str, str]:
-    """Make or take over the run directory, and hold it until the stack is closed.
-
-    Returns its path, the checkpoint to resume from, when the run first began, its id, and a token of this start.
-    """
-    if directory is None:
-        path = _new_directory(home / "runs")
-    else:
-        path = Path(directory)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingsError("run.dir", directory, f"a folder that can be made ({error.strerror})") from None
-    first = path / facts.FILE
-    _refuse_second(first, resume)
-    stack.enter_context(lock.held(path))
-    _refuse_second(first, resume)  # one that ended meanwhile
-    found = [str(path / name) for name in (LAST, PREVIOUS) if (path / name).exists()]
-    saved = resume if resume != "auto" else found[0] if found else None
-    if saved is not None and Path(saved).is_dir():
-        expected = f"a checkpoint; this is a folder, try resume={Path(saved) / LAST}"
-        raise SettingsError("resume", saved, expected)
-    try:
-        (path / MARKER).unlink(missing_ok=True)  # it goes on
-    except OSError as error:
-        raise SettingsError("run.dir", directory, f"a folder that can be written ({error.strerror})") from None
-    token = uuid.uuid4().hex
-    started, name = began, token
-    if first.exists():  # the same run, even if it was ended before its first checkpoint
-        started, name = facts.first_start(first) or (began, _id_in(saved) or token)
-    return str(path), saved, started, name, token
-
-
-def _refuse_second(first: Path, resume: str | None) -> None:
-    if first.exists() and resume is None:
-        expected = "a new folder: this one holds a run already. resume=auto goes on with it"
-        raise SettingsError("run.dir", first.parent, expected)
-
-
-def _id_in(path: str | None) -> str | None:
-    state = {} if path is None else checkpoint.read(checkpoint.intact(Path(path))).get("state")
-    return str(state["run_id"]) if isinstance(state, dict) and state.get("run_id") else None
-
-
-def _new_directory(runs: Path) -> Path:
-    name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    for number in range(1000):
-        path = runs / (f"{name}_{number}" if number else name)
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError(f"{path}: the run directory can't be made ({error.strerror}): set run.dir") from None
-        return path
-    raise UserError(f"{runs}: no free name for a run directory: set run.dir")

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 import fasttrain.feed as feeding
+from fasttrain import loader
 from fasttrain.errors import SettingsError, UserError
 from fasttrain.feed import Feed
 from fasttrain.transfer import Batch, ahead
@@ -73,7 +74,7 @@ def seen(batches: Iterator[Batch]) -> list[tuple[float, ...]]:
 
 
 def test_workers_that_stay_get_more_than_one_look_to_begin_a_validation_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeding, "LOOK", 0.2)
+    monkeypatch.setattr(loader, "LOOK", 0.2)
     feed = make(workers=1, persistent_workers=True)
     try:
         first = seen(feed.validation())

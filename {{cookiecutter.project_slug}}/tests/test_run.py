@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fasttrain import facts, lock, run
+from fasttrain import device, facts, lock, rundir
 from fasttrain.errors import SettingsError, UserError
 
 HOLD = """
@@ -30,7 +30,7 @@ with lock.held(Path(sys.argv[1])):
 
 def claim(folder: Path, resume: str | None = "auto", began: float = 7.0) -> tuple[str, str | None, float, str, str]:
     with ExitStack() as stack:
-        return run._claim(str(folder), resume, began, folder, stack)
+        return rundir.claim(str(folder), resume, began, folder, stack)
 
 
 def write(path: Path, run_id: str, started: float) -> None:
@@ -165,4 +165,4 @@ def test_a_number_of_threads_that_somebody_chose_is_left(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert run._chosen_threads() is chosen
+    assert device._chosen_threads() is chosen

@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fasttrain import parallel, precision, run, settings
+from fasttrain import parallel, precision, settings
+from fasttrain.device import pick_device
 from fasttrain.feed import Feed
 from fasttrain.machine import default_workers
 from fasttrain.state import State
@@ -63,7 +64,7 @@ def bench(overrides: Sequence[str], seconds: float) -> dict[str, Any]:
     data, model, config = (project.module(name) for name in ("data", "model", "config"))
     own = ("resume=null", "data.drop_last=true")  # whole batches only, else the last ones would count as much
     cfg, _ = settings.load(config.Config, project.HOME / "config.yaml", [*own, *overrides])
-    device = run.pick_device(0, 1)
+    device = pick_device(0, 1)
     sets = data.build(cfg.data, cfg.seed)
     workers = default_workers(1) if cfg.data.workers is None else cfg.data.workers
     epochs = 1 << 30

@@ -10,7 +10,8 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from fasttrain import checkpoint, parallel, precision, run, settings
+from fasttrain import checkpoint, parallel, precision, settings
+from fasttrain.device import pick_device
 from fasttrain.errors import UserError, one_line
 from fasttrain.feed import Feed
 from fasttrain.machine import default_workers
@@ -48,7 +49,7 @@ def evaluate(path: str, split: str, overrides: Sequence[str]) -> tuple[dict[str,
     own = ("resume=null", "model.weights=null", "data.drop_last=false")
     cfg, _ = settings.load(project.module("config").Config, saved, [*own, *overrides])
 
-    device = run.pick_device(0, 1)
+    device = pick_device(0, 1)
     dataset = data.build_split(cfg.data, cfg.seed, split, classes)
     workers = default_workers(1) if cfg.data.workers is None else cfg.data.workers
     feed = Feed(dataset, dataset, cfg.data, workers=workers, epochs=1, seed=cfg.seed, rank=0, world=1, device=device)

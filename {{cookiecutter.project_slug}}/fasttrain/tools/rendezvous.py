@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fasttrain.run import pick_device
+from fasttrain.device import pick_device
 
 
 def main() -> None:
