@@ -63,6 +63,12 @@ def start(directory: Path, rank: int, level: str, *, handlers: Sequence[logging.
     return Log(path, rank, level, [file, screen, *(handlers or ())])
 
 
+def early(level: str) -> None:
+    """Before `start`, which needs the run directory: lines on the console, in the form they will have."""
+    screen = ConsoleSink(console)
+    _use_sink(lambda message: screen.handle(_to_record(message)), level)
+
+
 def mark_reported(error: BaseException) -> None:
     """Nothing more is to be said of this exception."""
     setattr(error, _MARK, True)

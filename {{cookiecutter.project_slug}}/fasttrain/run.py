@@ -137,6 +137,7 @@ def start(settings: Mapping[str, Any], run: Any, resume: str | None, home: Path)
     stop.listen()
     place = _place(run.timeout, run.threads)
     place.stop, stop.failed = stop, place.failures.known
+    logs.early(run.log_level)
     with place.stack, _first_cause(place):
         place.stack.callback(stop.close)
         watchdog = place.stack.enter_context(Watchdog(place.failures, stop, launcher()))
@@ -170,7 +171,8 @@ def _first_cause(place: Run) -> Iterator[None]:
     except (Stopped, KeyboardInterrupt) as stop:
         if (other := place.failures.explain(stop, asked=True)) is not None:
             raise other from None
-        text = f"stopped by {getattr(stop, 'name', 'Ctrl-C')}; {place.how_to_go_on()}"
+        how = f"stopped by {stop.name}" if isinstance(stop, Stopped) else "ended at once by Ctrl-C, without a save"
+        text = f"{how}; {place.how_to_go_on()}"
         logger.warning(text)
         logs.mark_reported(stop)
         if place.is_main and isinstance(stop, Stopped):

@@ -147,7 +147,8 @@ class Stop:
         if HELD_BACK and hasattr(signal, "sigtimedwait"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._heard:  # else somebody else's by now: failures.py ignores a SIGTERM
+                signal.signal(number, handler)
         self._before = {}
         if not self._thread.is_alive():
             self._here.close()

@@ -43,6 +43,7 @@ CASES: list[tuple[Check, str, str, str]] = [
     (checks.open_files(None, 4), OK, "no limit", ""),
     (checks.disk(20e6, 400e3), WARNING, "50 samples a second", "pack"),
     (checks.disk(2e9, 400e3), OK, "5,000 samples", ""),
+    (checks.disk(10e6, 2e3), OK, "5,000 samples", ""),
     (checks.disk(None, None), OK, "not measured", ""),
     (checks.checkpoints(2 * GB, 7 * GB, "/x"), ERROR, "4 checkpoints of about 2.0 GB, 7.0 GB free in /x", "run.dir"),
     (checks.checkpoints(2 * GB, 20 * GB, "/x"), WARNING, "20.0 GB free", "free some space"),

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from conftest import HOME
 from loguru import logger
 
 from fasttrain import logs
@@ -253,3 +254,9 @@ def test_the_next_writer_leaves_a_torn_line_alone(tmp_path: Path) -> None:
     assert file.write(["next\n", "last\n"]) == 0
     file.close()
     assert (tmp_path / "lines").read_text() == "whole\nto\nnext\nlast\n"
+
+
+def test_lines_before_the_run_directory_have_the_same_form() -> None:
+    code = "from fasttrain import logs; from loguru import logger; logs.early('INFO'); logger.info('a line')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=HOME, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO     a line\n", done.stderr)

@@ -250,3 +250,17 @@ def test_a_signal_to_a_forked_process_is_not_taken_for_one_to_this(listening: St
     os.waitpid(child, 0)
     time.sleep(3 * stop.EVERY)
     assert listening.asked is None
+
+
+def test_a_signal_that_somebody_else_has_taken_over_stays_theirs() -> None:
+    """A process that failed ignores the launcher's SIGTERM, to end with its own exit code."""
+    before = signal.getsignal(signal.SIGTERM)
+    one = Stop()
+    one.listen()
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        one.close()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) != one._heard
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,6 +65,7 @@ def bench(overrides: Sequence[str], seconds: float) -> dict[str, Any]:
     data, model, config = (project.module(name) for name in ("data", "model", "config"))
     own = ("resume=null", "data.drop_last=true")  # whole batches only, else the last ones would count as much
     cfg, _ = settings.load(config.Config, project.HOME / "config.yaml", [*own, *overrides])
+    sys.stderr.write("measuring the loader alone, the step alone, and both together\n")
     device = pick_device(0, 1)
     sets = data.build(cfg.data, cfg.seed)
     workers = default_workers(1) if cfg.data.workers is None else cfg.data.workers

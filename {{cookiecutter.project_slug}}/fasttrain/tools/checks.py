@@ -12,6 +12,7 @@ OK, WARNING, ERROR = "ok", "warning", "error"
 FEWEST_FILES, FILES = 256, 1024  # open files: with fewer a training fails, or may with many workers
 NCCL_SHARED = 64e6  # bytes of /dev/shm that NCCL wants
 SLOW_DISK = 50e6  # bytes a second
+FEW_SAMPLES = 2000  # a second
 UNEVEN = 20.0  # times as many images in the largest class as in the smallest
 SAVES = 4  # checkpoints on disk at once: best, last, the one before it, and the one being written
 SLOW_START = 30.0  # seconds until processes have found each other
@@ -119,7 +120,9 @@ def disk(speed: float | None, mean_size: float | None) -> Check:
     supply = f", {speed / mean_size:,.0f} samples a second of {mb(mean_size)}" if mean_size else ""
     text = f"{mb(speed)}/s when read for the first time{supply}"
     remedy = "python -m fasttrain pack makes it smaller; copy the data to a local disk; data.warm=true for a store"
-    return Check(WARNING, text, remedy) if speed < SLOW_DISK else Check(OK, text)
+    # Of small files no disk gives many bytes a second: they are slow only if they are also few.
+    slow = speed < SLOW_DISK and (mean_size is None or speed / mean_size < FEW_SAMPLES)
+    return Check(WARNING, text, remedy) if slow else Check(OK, text)
 
 
 def checkpoints(size: float, free: int, where: str) -> Check:
