@@ -22,7 +22,8 @@ On your own images, a folder with train/ and val/, or with one folder a class:
 Without make, in an environment of yours:
 
     pip install -e ".[dev]"
-    torchrun --standalone --nproc-per-node=auto train.py data.path=path/to/images
+    python train.py data.path=path/to/images
+    torchrun --standalone --nproc-per-node=auto train.py data.path=path/to/images     with several GPUs
 
 No GPU? Install PyTorch's CPU build into the environment first, as pytorch.org describes: it is much smaller, and
 what is installed already is kept.

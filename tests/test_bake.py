@@ -23,7 +23,7 @@ else:
 # Every file of a project. A new one is added here, so that none comes or goes unseen.
 TOP = ".gitignore LICENSE Makefile README.md config.py config.yaml data.py model.py pyproject.toml train.py"
 FASTTRAIN = """
-    __init__ __main__ checkpoint clock dashboard dashboard_panel device effort errors evidence facts
+    __init__ __main__ checkpoint clock dashboard dashboard_panel decoding device effort errors evidence facts
     failures feed findings finite folder gauges graph history host images inject join judge judge_data
     judge_growth judge_ranks judge_step keeper listing lmdb_file loader lock logs looks machine metrics
     names observe overrides packed parallel parts precision profile records remote resume run rundir

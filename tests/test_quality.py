@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ def sources(request: pytest.FixtureRequest) -> Path:
     """The project's folder, before and after it is rendered."""
     folder: Path = request.getfixturevalue(request.param)
     return folder / FOLDER if request.param == "template" else folder
+
+
+def test_the_loop_in_the_readme_is_that_of_train_py() -> None:
+    (shown,) = re.findall(r"```python\n(for epoch .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert textwrap.indent(shown, "    ") in (ROOT / FOLDER / "train.py").read_text()
 
 
 def test_style_of_the_project(sources: Path) -> None:

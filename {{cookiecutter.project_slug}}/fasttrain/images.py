@@ -1,40 +1,29 @@
 """Image files to pixels, fast: decoding, cropping, mirroring. Pixels are uint8 RGB arrays [height, width, 3].
 
 JPEG goes through simplejpeg, at 1/2, 1/4 or 1/8 of its size where the crop still keeps as many pixels as it is resized
-to: most of the work of decoding a large photo is then never done. Every other format goes through Pillow.
+to: most of the work of decoding a large photo is then never done. Every other format: decoding.py.
 A file that is damaged or whose pixels have no clear meaning is refused by name; it never becomes half a picture.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import random
-import struct
 from typing import Any
 
 import cv2
 import numpy as np
 import simplejpeg
-from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from fasttrain.errors import UserError
-from fasttrain.names import printable
+from fasttrain import decoding
+from fasttrain.decoding import ImageError as ImageError
+from fasttrain.decoding import Pixels as Pixels
 
-Pixels = NDArray[np.uint8]
 Box = tuple[int, int, int, int]  # top, left, height, width in pixels of the upright image at full size
 
-_ORIENTATION = 0x0112  # the EXIF tag
 # What the JPEG library says when pixels are lost; it would fill them with gray. Its other complaints leave them whole.
 _LOST = ("premature end", "bad huffman code", "bad arithmetic code", "instead of rst")
-
-
-class ImageError(UserError):
-    """A file that can't be read or decoded. The message is one line: the file and the reason."""
-
-    def __init__(self, name: str, reason: str | None = None) -> None:
-        super().__init__(name if reason is None else f"{printable(name)}: {reason}")
 
 
 class Picture:
@@ -57,13 +46,13 @@ class Picture:
                 raise ValueError("not a JPEG")
             self.height, self.width, self._space, _ = simplejpeg.decode_jpeg_header(data)
         except ValueError:
-            self._pixels = _by_pillow(data, name)
+            self._pixels = decoding.by_pillow(data, name)
             self.height, self.width = self._pixels.shape[:2]
             return
         most = Image.MAX_IMAGE_PIXELS
         if most is not None and self.height * self.width > 2 * most:
-            raise ImageError(name, _too_large(2 * most, f"{self.width}x{self.height}"))
-        self._turn = _jpeg_orientation(data)
+            raise ImageError(name, decoding.too_large(2 * most, f"{self.width}x{self.height}"))
+        self._turn = decoding.jpeg_orientation(data)
         if self._turn >= 5:
             self.height, self.width = self.width, self.height
 
@@ -102,9 +91,9 @@ class Picture:
         except ValueError as error:
             if any(words in str(error).lower() for words in _LOST):
                 raise ImageError(self.name, f"is damaged or cut off ({error})") from error
-            self._pixels = _by_pillow(self._data, self.name)  # upright already
+            self._pixels = decoding.by_pillow(self._data, self.name)  # upright already
             return self._pixels
-        return _upright(_without_ink(decoded) if ink else decoded, self._turn)
+        return decoding.upright(decoding.without_ink(decoded) if ink else decoded, self._turn)
 
 
 def decode(data: bytes, at_least: int | tuple[int, int], name: str) -> Pixels:
@@ -271,75 +260,3 @@ def flip(image: Pixels, out: Pixels | None = None) -> Pixels:
 def _reduction(shrink: float) -> int:
     """The largest of 1, 2, 4, 8 that is not more than `shrink`."""
     return 8 if shrink >= 8 else 4 if shrink >= 4 else 2 if shrink >= 2 else 1
-
-
-def _by_pillow(data: bytes, name: str) -> Pixels:
-    """Decode through Pillow: upright, RGB, full size."""
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()
-            pixels = _rgb(image, name)
-            return _upright(pixels, image.getexif().get(_ORIENTATION, 1))
-    except (ImageError, MemoryError):
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageError(name, _too_large(2 * (Image.MAX_IMAGE_PIXELS or 0), str(error))) from error
-    except UnidentifiedImageError as error:
-        reason = f"is not an image that can be read ({len(data)} bytes that begin with {data[:8]!r})"
-        raise ImageError(name, reason) from error
-    except Exception as error:  # a damaged file makes Pillow's readers raise almost anything
-        raise ImageError(name, f"is damaged or cut off ({error or type(error).__name__})".replace("\n", " ")) from error
-
-
-def _rgb(image: Image.Image, name: str) -> Pixels:
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        gray = (np.asarray(image) >> 8).astype(np.uint8)  # as Pillow itself reads 16-bit RGB
-        return np.repeat(gray[:, :, None], 3, axis=2)
-    if image.mode in ("I", "F"):
-        kind = "32-bit integers" if image.mode == "I" else "floating point numbers"
-        raise ImageError(name, f"holds {kind}, whose range isn't known: convert it to 8 or 16 bits")
-    if image.mode in ("P", "PA", "RGBa"):
-        image = image.convert("RGBA")  # straight to RGB Pillow warns of the lost transparency
-    return np.asarray(image.convert("RGB"))
-
-
-def _without_ink(stored: Pixels) -> Pixels:
-    """CMYK [height, width, 4] to RGB. Every JPEG writer in use stores it inverted, as Adobe does: 255 is no ink."""
-    product = stored[:, :, :3].astype(np.uint16) * stored[:, :, 3:]
-    return ((product + 127) // 255).astype(np.uint8)
-
-
-def _upright(pixels: Pixels, orientation: int) -> Pixels:
-    """Turn or mirror as EXIF's orientation (1 to 8) says; a view, nothing is copied."""
-    if orientation >= 5:
-        pixels = pixels.transpose(1, 0, 2)
-    rows = slice(None, None, -1 if orientation in (3, 4, 7, 8) else 1)
-    columns = slice(None, None, -1 if orientation in (2, 3, 6, 7) else 1)
-    return pixels[rows, columns]
-
-
-def _jpeg_orientation(data: bytes) -> int:
-    """EXIF's orientation of a JPEG, 1 (upright) if there is none or it makes no sense. Costs about 2 microseconds."""
-    at = 2
-    try:
-        while (marker := data[at + 1]) != 0xDA:  # the pixels begin
-            if marker == 0xE1 and data.startswith(b"Exif\0\0", at + 4):
-                return _tiff_orientation(data, at + 10)
-            at += 1 if marker == 0xFF else 2 + (data[at + 2] << 8) + data[at + 3]
-    except (IndexError, struct.error):  # a length or a table that points behind the end
-        return 1
-    return 1
-
-
-def _tiff_orientation(data: bytes, at: int) -> int:
-    order = "<" if data[at : at + 2] == b"II" else ">"
-    first = at + int(struct.unpack_from(order + "I", data, at + 4)[0])
-    for entry in range(struct.unpack_from(order + "H", data, first)[0]):
-        tag, _, _, value = struct.unpack_from(order + "HHIH", data, first + 2 + 12 * entry)
-        if tag == _ORIENTATION:
-            return int(value) if 1 <= value <= 8 else 1
-    return 1
-
-
-def _too_large(most: int, found: str) -> str:
-    return f"is too large ({found}; at most {most} pixels): shrink it, or raise PIL.Image.MAX_IMAGE_PIXELS in data.py"

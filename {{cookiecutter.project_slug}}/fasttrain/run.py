@@ -75,6 +75,8 @@ class Run:
         self.stop.begin(self.rank, self.world, self.token)
 
     def how_to_go_on(self) -> str:
+        if self.log is None:
+            return "before the run directory was taken, so nothing is written there"
         if (self.dir / LAST).exists():
             return f"go on with run.dir={self.dir} resume=auto"
         return f"no {LAST} yet"
@@ -175,7 +177,7 @@ def _first_cause(place: Run) -> Iterator[None]:
         text = f"{how}; {place.how_to_go_on()}"
         logger.warning(text)
         logs.mark_reported(stop)
-        if place.is_main and isinstance(stop, Stopped):
+        if place.is_main and isinstance(stop, Stopped) and place.log is not None:
             mark(place.dir, text)
         raise
     except (Exception, SystemExit) as error:

@@ -575,10 +575,14 @@ def test_float16_and_other_precisions_go_on_from_one_another(make: Make, tmp_pat
     after = "fp32" if before == "fp16" else "fp16"
     one = make()
     one.scaler = Scaler(before)
+    train_one_step(one)
     save_epoch(one)
     other = make()
     other.update.scaler = Scaler(after)
     other.resume(tmp_path / "last.pt")
+    assert other.state == one.state
+    assert torch.equal(next(other.model.parameters()), next(one.model.parameters()))
+    assert other.update.scaler.state_dict().get("scale") == (128.0 if after == "fp16" else None)
 
 
 def test_resumed_with_other_settings_they_are_in_force_and_named(make: Make, tmp_path: Path, logged: list[str]) -> None:

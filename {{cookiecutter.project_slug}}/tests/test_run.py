@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 from fasttrain import device, facts, lock, rundir
+from fasttrain import run as running
 from fasttrain.errors import SettingsError, UserError
+from fasttrain.stop import Stopped
 
 HOLD = """
 import sys
@@ -166,3 +169,14 @@ def test_a_number_of_threads_that_somebody_chose_is_left(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert device._chosen_threads() is chosen
+
+
+def test_a_signal_before_the_run_directory_is_taken_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "last.pt").touch()  # somebody else's: the folder one stands in is not the run's
+    with pytest.raises(Stopped), running._first_cause(running.Run(0, 0, 1, 1, torch.device("cpu"))):
+        raise Stopped(signal.SIGTERM)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+    assert any("stopped by SIGTERM; before the run directory was taken" in line for line in logged)
