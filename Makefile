@@ -59,7 +59,7 @@ demo: env  ## bake a project and train it with 2 processes
 
 test: env  ## all tests: the template's, then those of a baked project
 	$(call bake,test)
-	@"$(PY)" -m pytest
+	@"$(PY)" -m pytest -n auto --maxprocesses=4 --dist=worksteal
 	+@$(call project,test,test)
 
 lint: env  ## style and types of the template and the project

@@ -100,6 +100,14 @@ def logged() -> Iterator[list[str]]:
     logger.remove(sink)
 
 
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """A test that leaves a signal handled otherwise breaks another one, in whatever order they happen to run."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 training and 8 validation images of 8 classes."""

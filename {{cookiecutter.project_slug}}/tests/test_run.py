@@ -174,6 +174,7 @@ def test_a_number_of_threads_that_somebody_chose_is_left(
 def test_a_signal_before_the_run_directory_is_taken_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # SIGTERM would stay ignored
     monkeypatch.chdir(tmp_path)
     (tmp_path / "last.pt").touch()  # somebody else's: the folder one stands in is not the run's
     with pytest.raises(Stopped), running._first_cause(running.Run(0, 0, 1, 1, torch.device("cpu"))):
