@@ -37,7 +37,7 @@ def test_a_fault_that_no_longer_fits_is_a_line_of_the_table(tmp_path: Path, caps
     assert "0 of 1" in out
 
 
-@pytest.mark.parametrize("name", ["files stay open", "memory grows in workers", "saving in the loop"])
+@pytest.mark.parametrize("name", ["files stay open", "saving in the loop"])
 def test_some_are_found_in_real_trainings(name: str, tmp_path: Path) -> None:
     """Those whose evidence is no matter of speed. That each comes first, on an idle machine, is for `make planted`."""
     (verdict,) = verdicts(Bench(tmp_path, 0).run(name, PLANTS[name], seed=0), windows=False)

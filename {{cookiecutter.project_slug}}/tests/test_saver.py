@@ -79,9 +79,9 @@ def is_gone(process: psutil.Process, seconds: float = 30) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="anonymous files are Linux's")
-def test_ten_kills_at_random_moments_leave_the_old_or_the_new_file(tmp_path: Path) -> None:
+def test_six_kills_at_random_moments_leave_the_old_or_the_new_file(tmp_path: Path) -> None:
     draw = random.Random(0)
-    for kill in range(10):
+    for kill in range(6):
         with saving(tmp_path) as (parent, process):
             assert parent.stdout is not None
             assert parent.stdout.readline() == "1\n"
